@@ -1,7 +1,7 @@
-"""What answers look like, for the API's own description (openapi.py): the fields that every answer of a kind has, and
-some that it may have.
+"""The types of the answers, for the OpenAPI document (openapi.py): the fields that every answer of a kind has, and some
+optional ones.
 
-Types only: the answers are made elsewhere, as plain dicts. Knows no endpoint.
+Types only: the answers themselves are plain dicts, made elsewhere. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ErrorFields(TypedDict):
 
 
 class Error(TypedDict):
-    """OpenAI's shape."""
+    """An error in OpenAI's shape."""
 
     error: ErrorFields
 
@@ -114,7 +114,7 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """What a response repeats of its request stands beside these."""
+    """A response also repeats fields of its request, which are not listed here."""
 
     id: str
     object: Literal["response"]

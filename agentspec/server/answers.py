@@ -1,4 +1,4 @@
-"""What every answer says about its own cost: OpenAI's usage, and what speculation did.
+"""The cost part of every answer: OpenAI's usage, and the speculative decoding metrics.
 
 Knows wire.Usage and nothing of chat, text or HTTP.
 """
@@ -18,7 +18,7 @@ from agentspec.wire import ModelInfo, SpecStats, Usage
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What every object of one answer, whole or chunk, begins with."""
+    """The fields at the start of every object of one answer, whole or chunk."""
 
     id: str
     object: str
@@ -31,7 +31,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0, clamped: int | None = None) -> dict[str, Any]:
-    """OpenAI's usage. The completion's tokens include those of reasoning. clamped: see token_room.py."""
+    """OpenAI's usage object. Completion tokens include reasoning tokens. clamped: see token_room.py."""
     spec = usage.spec
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -48,7 +48,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0, clamped: int | None = No
 
 
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Usage of one choice that goes on: what else belongs to it is known at its end."""
+    """Usage of one choice that still runs. The remaining fields are known only at its end."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -57,11 +57,11 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
-    """`metrics.speculative_decoding`, in the shape that vLLM introduced; a rate that nothing was measured for is null.
+    """`metrics.speculative_decoding`, in vLLM's shape. A rate with no measurements is null.
 
     mean_acceptance_length counts the bonus token: 1 + accepted drafts / steps. acceptance_by_position[i] is the share
-    of the drafts at position i that were accepted; its two counts are in by_source, so that a reader can pool
-    requests."""
+    of the drafts at position i that were accepted. Its numerator and denominator are in by_source, so that readers can
+    aggregate over requests."""
     accepted_by_position = zip_longest(spec.accepted_by_position, spec.drafted_by_position, fillvalue=0)
     body: dict[str, Any] = {
         "mean_acceptance_length": 1 + spec.num_accepted / spec.num_steps if spec.num_steps else None,
@@ -80,7 +80,7 @@ def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
 
 
 def _of_source(spec: SpecStats, info: ModelInfo, source: DraftSource) -> dict[str, Any]:
-    """The counts of the drafts that come from one source, at its own positions."""
+    """Counts of the drafts from one source, at the positions that this source fills."""
     is_its_own = [one is source for one in info.draft_sources]
     drafted, accepted = (
         list(compress(spec.drafted_by_position, is_its_own)),
@@ -112,7 +112,7 @@ def total(usages: Iterable[Usage]) -> Usage:
 
 
 def of_choices(usages: Sequence[Usage]) -> Usage:
-    """The sum over the choices of one prompt, which counts once. Cached are the tokens that none of them had to
+    """The sum over the choices of one prompt. The prompt counts once; cached tokens are those that no choice had to
     compute."""
     whole = total(usages)
     whole.prompt_tokens = usages[0].prompt_tokens

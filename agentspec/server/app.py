@@ -1,6 +1,6 @@
-"""The HTTP door: bodies in, routes found, responses out.
+"""The HTTP app: parses bodies, dispatches to routes, sends responses.
 
-Owns no request logic: each endpoint's module offers its routes. Talks to the engine through wire.EngineClient alone,
+Owns no request logic: each endpoint's module provides its routes. Talks to the engine through wire.EngineClient alone,
 and never imports torch.
 """
 
@@ -37,7 +37,7 @@ from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
-"""A body of no more is decoded within 50 ms, whatever it holds."""
+"""A body up to this size is decoded within 50 ms, whatever it contains."""
 
 ROUTES: tuple[Route, ...] = openapi.described(
     (
@@ -66,13 +66,13 @@ def create_app(
     root_path: str = "",
     max_open: int | None = None,
 ) -> FastAPI:
-    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`:
-    see Service.
+    """The ASGI app for one engine.
 
-    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the
-    place of images, instead of a refusal. tenants: whose figures /metrics has; requests come with one in their scope,
-    where they come with a key. root_path: what clients write before every path. max_open: prompts and choices that may
-    run or wait at the same time; None: any number."""
+    text: None for a checkpoint without a tokenizer, which serves token-id prompts only. names: see Service.
+    strict_fields: refuse bodies with unknown fields, instead of leaving these out. drops_images: replace images by a
+    text, instead of refusing them. tenants: the tenants whose counters /metrics shows; a request with a key has its
+    tenant in its scope. root_path: the prefix that clients write before every path. max_open: prompts and choices that
+    may run or wait at the same time; None: no limit."""
     figures = Figures()
     service = Service(
         engine=RecordedEngine(engine, figures, max_open=max_open),
@@ -96,7 +96,7 @@ def create_app(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's error shape."""
+    """Answer unknown paths and methods in OpenAI's error shape."""
     assert isinstance(error, HTTPException)
     described = ApiError(
         error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
@@ -106,25 +106,22 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _endpoint(service: Service, route: Route, max_body_bytes: int, limits: TimeLimits) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        """Read the body, then let the route work for as long as the client listens."""
+        """Read the body, then run the route until it has answered or the client disconnects."""
         try:
             body = await _json_body(request, max_body_bytes) if route.method == "POST" else None
         except ApiError as error:
             return error_response(error, request.url.path)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client is gone: this is never sent
         if service.drops_images:
             body = without_images(body)
-        notes = Notes(strict=service.strict_fields)
         own = service.of(request.scope.get(TENANT) or NOBODY)
-        owner = own.tenant.name
         call = Call(
             body=body,
             headers=request.headers,
             path=request.path_params,
             query=request.query_params,
-            owner=owner,
-            notes=notes,
+            notes=Notes(strict=service.strict_fields),
         )
         note = request.scope.get(NOTE)
         engine = own.engine if note is None else NotedEngine(own.engine, note)
@@ -135,17 +132,17 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int, limits: TimeL
 
 
 async def _answer(service: Service, route: Route, call: Call, path: str) -> Response:
-    """The route's answer, which says what of the request was left out."""
+    """The route's response, with a header that lists the request's unknown fields."""
     response = await route.handle(service, call)
     if call.notes.unknown:
-        response.headers[HEADER] = service.unknown.note(
+        response.headers[HEADER] = service.unknown.note_fields(
             call.notes.unknown, path=path, client=call.headers.get("user-agent", "")
         )
     return response
 
 
 async def _json_body(request: Request, max_body_bytes: int) -> Any:
-    """Behind a door the body is one part, and is not copied."""
+    """Read and decode the body. Behind a Door it arrives as one part, and is not copied."""
     parts = [part async for part in request.stream() if part]
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if len(body) > max_body_bytes:
@@ -155,7 +152,7 @@ async def _json_body(request: Request, max_body_bytes: int) -> Any:
         count.feed(body[start : start + _SMALL_BYTES])
         if count.excess is not None:
             raise ApiError(413, f"the body {count.excess}", code="body_too_large")
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # let other requests run
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

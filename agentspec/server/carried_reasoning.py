@@ -1,7 +1,6 @@
-"""Reasoning as an opaque text that clients carry back: OpenAI's `encrypted_content`, without the secrecy. Whoever has
-it can read it.
+"""Reasoning as an opaque text that clients send back: the format of OpenAI's `encrypted_content`, but not encrypted.
 
-One byte for the form, a check sum, the text in UTF-8, and base64 around it. Knows nothing of items.
+Base64 of: one byte for the format, a CRC-32, the text in UTF-8. Knows nothing of items.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import zlib
 
 _PLAIN, _DEFLATED = 1, 2
 _MOST_TIMES = 8
-"""A deflated text is at most this many times as long as what carries it: reading a body costs no more than its
-length."""
+"""Maximum ratio of a text to its compressed form, so that reading a body costs no more than its length."""
 
 
-def carried(text: str) -> str:
-    """The text that carries this one."""
+def encode_reasoning(text: str) -> str:
+    """Encode a text."""
     raw = text.encode()
     packed = zlib.compress(raw)
     form, held = (_DEFLATED, packed) if len(raw) <= _MOST_TIMES * len(packed) else (_PLAIN, raw)
     return base64.b64encode(bytes([form]) + zlib.crc32(raw).to_bytes(4, "big") + held).decode("ascii")
 
 
-def read_carried(given: str) -> str | None:
-    """The text that was carried; None for what isn't of our making."""
+def decode_reasoning(given: str) -> str | None:
+    """Decode a text; None for input that this server did not encode."""
     try:
         held = base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError):

@@ -1,30 +1,29 @@
 """/v1/chat/completions: messages and tools in, one or several messages or their deltas out.
 
-Owns the way from a ChatRequest to a TurnRequest, and from a turn's events to OpenAI's shapes.
+Owns the conversion of a ChatRequest to a TurnRequest, and of a turn's events to OpenAI's shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
-from agentspec.server import answer_shapes, events, openai, sse
-from agentspec.server.answers import Head, metrics_body, of_choices, usage_body, usage_so_far
+from agentspec.server import answer_shapes, openai
+from agentspec.server.answers import Head
+from agentspec.server.choices import Answer, Piece
 from agentspec.server.logprobs import content_logprobs
 from agentspec.server.openai import ChatRequest
-from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.sse import StreamHead
 from agentspec.server.tables.chat import CHAT
-from agentspec.server.token_room import headers
-from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
+from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin_turns
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
-from agentspec.types import TokenScore
-from agentspec.wire import FinishEvent, TokensEvent
+from agentspec.wire import FinishEvent, TokensEvent, Usage
 
 
 def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
@@ -52,19 +51,28 @@ async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
     asked = service.named(openai.parse_chat(call.body, call.notes))
     try:
-        turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
-        told = headers(turns[0].clamped)
-        if asked.stream:
-            head = sse.StreamHead(renamed=_renamed)
-            merged = events.merge(service.engine, [turn.submit for turn in turns])
-            return await FrameResponse.begin(sse.frames(merged, ChatChunks(service, asked, turns), head), head, told)
-        return json_response(await complete(service, asked, turns), headers=told)
+        turns = await begin_turns(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
+        submits = [turn.submit for turn in turns]
+        head = Head(
+            id="chatcmpl-" + submits[0].request_id.partition("-")[0],
+            object="chat.completion.chunk" if asked.stream else "chat.completion",
+            model=asked.model,
+        )
+        made = Answer(
+            asked,
+            head,
+            [_Choice(index, asked, turn) for index, turn in enumerate(turns)],
+            service.engine.info,
+            clamped=turns[0].clamped,
+            prompt_ids=submits[0].prompt_ids if asked.return_token_ids is True else None,
+        )
+        return await made.respond(service.engine, submits, StreamHead(renamed=_renamed))
     except RequestError as error:
         raise _renamed(error) from None
 
 
 def _renamed(error: RequestError) -> RequestError:
-    """The messages became ids."""
+    """The error with the client's field name: prompt ids came from `messages`."""
     return type(error)("messages" if error.field == "prompt_ids" else error.field, error.value, error.reason)
 
 
@@ -82,154 +90,81 @@ ROUTES = (
 )
 
 
-class _Costs:
-    """What an answer's choices cost together, once all have ended."""
+class _Choice:
+    """One running choice (see choices.Choice). It has at most one piece with text per engine event, so that token ids
+    stay with their text."""
 
-    def __init__(self, service: Service, turns: Sequence[Turn]) -> None:
-        self._info = service.engine.info
-        self._num_choices = len(turns)
-        self._clamped = turns[0].clamped
-        self._ends: list[TurnEnd] = []
+    usage: Usage
+    reasoning_tokens: int
 
-    def add(self, end: TurnEnd) -> bool:
-        """Says whether it was the last one."""
-        self._ends.append(end)
-        return len(self._ends) == self._num_choices
-
-    def body(self) -> dict[str, Any]:
-        usage = of_choices([end.usage for end in self._ends])
-        reasoning_tokens = sum(end.reasoning_tokens for end in self._ends)
-        return {
-            "usage": usage_body(usage, reasoning_tokens, self._clamped),
-            "metrics": metrics_body(usage.spec, self._info),
-        }
-
-
-class ChatChunks:
-    """The chunks of a streamed answer (see sse.Chunks): at most one per engine event, so that token ids stay with their
-    text."""
-
-    def __init__(self, service: Service, request: ChatRequest, turns: Sequence[Turn]) -> None:
-        self._head = Head(id=_id_of(turns), object="chat.completion.chunk", model=request.model)
-        self._turns = turns
-        self._costs = _Costs(service, turns)
-        self._with_ids = bool(request.return_token_ids)
-        self._with_prompt_ids = request.return_token_ids is True
-        self._with_scores = request.logprobs
-        self._with_usage = request.include_usage
-        self._with_usage_so_far = request.usage_so_far
-
-    def opening(self) -> list[dict[str, Any]]:
-        chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._turns))]
-        if self._with_prompt_ids:
-            chunks[0]["prompt_token_ids"] = list(self._turns[0].submit.prompt_ids)
-        return chunks
-
-    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
-        delta = _delta(self._turns[index].push(event))
-        return (
-            [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids or self._with_usage_so_far else []
-        )
-
-    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
-        end = self._turns[index].finish(event)
-        delta = _delta(end.events)
-        chunks = [self._chunk(index, delta)] if delta else []
-        chunks.append(self._chunk(index, {}, finish_reason=finish_reason(end)))
-        if self._costs.add(end):
-            costs = self._costs.body()
-            if self._with_usage:
-                chunks.append(self._head.body(choices=[], **costs))
-            else:
-                chunks[-1]["metrics"] = costs["metrics"]
-        return chunks
-
-    def _chunk(
-        self, index: int, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        if self._with_scores and delta.get("content"):
-            choice["logprobs"] = content_logprobs(
-                self._turns[index].take_content_scores(), self._turns[index].token_bytes
-            )
-        if self._with_ids:
-            choice["token_ids"] = list(ids)
-        if self._with_usage_so_far:
-            turn = self._turns[index]
-            return self._head.body(
-                choices=[choice], usage=usage_so_far(len(turn.submit.prompt_ids), turn.num_generated)
-            )
-        return self._head.body(choices=[choice], **({"usage": None} if self._with_usage else {}))
-
-
-async def complete(service: Service, request: ChatRequest, turns: Sequence[Turn]) -> dict[str, Any]:
-    """The whole answer: the same deltas as streamed, put together."""
-    choices = [_WholeChoice(turn) for turn in turns]
-    costs = _Costs(service, turns)
-    async with aclosing(events.merge(service.engine, [turn.submit for turn in turns])) as merged:
-        async for index, event in merged:
-            choices[index].add(event)
-            if isinstance(event, FinishEvent):
-                costs.add(choices[index].end)
-    head = Head(id=_id_of(turns), object="chat.completion", model=request.model)
-    body = head.body(choices=[choice.body(index, request) for index, choice in enumerate(choices)], **costs.body())
-    if request.return_token_ids is True:
-        body["prompt_token_ids"] = list(turns[0].submit.prompt_ids)
-    return body
-
-
-class _WholeChoice:
-    """One choice that is collected to its end."""
-
-    end: TurnEnd
-
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, index: int, request: ChatRequest, turn: Turn) -> None:
+        self._index = index
+        self._request = request
         self._turn = turn
-        self._deltas: list[dict[str, Any]] = []
-        self._ids: list[int] = []
-        self._scores: list[TokenScore] = []
+        self.prompt_ids = turn.submit.prompt_ids
 
-    def add(self, event: TokensEvent | FinishEvent) -> None:
-        if isinstance(event, FinishEvent):
-            self.end = self._turn.finish(event)
-            added = self.end.events
-        else:
-            self._ids += event.token_ids
-            added = self._turn.push(event)
-        self._deltas.append(_delta(added))
-        self._scores += self._turn.take_content_scores()
+    @property
+    def num_generated(self) -> int:
+        return self._turn.num_generated
 
-    def body(self, index: int, request: ChatRequest) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": _joined("content", self._deltas), "refusal": None}
-        reasoning = _joined("reasoning_content", self._deltas)
+    def opening(self) -> list[Piece]:
+        return [self._piece({"role": "assistant", "content": ""})]
+
+    def tokens(self, event: TokensEvent) -> list[Piece]:
+        delta = _delta(self._turn.push(event))
+        with_empty = self._request.return_token_ids or self._request.usage_so_far
+        return [self._piece(delta, event.token_ids)] if delta or with_empty else []
+
+    def finish(self, event: FinishEvent) -> list[Piece]:
+        end = self._turn.finish(event)
+        self.usage, self.reasoning_tokens = end.usage, end.reasoning_tokens
+        delta = _delta(end.events)
+        last = self._piece({}, finish_reason=finish_reason(end))
+        return [self._piece(delta), last] if delta else [last]
+
+    def whole(self, pieces: Sequence[Piece]) -> Piece:
+        deltas = [piece["delta"] for piece in pieces[1:]]  # the first one is the opening
+        message: dict[str, Any] = {"role": "assistant", "content": _joined("content", deltas), "refusal": None}
+        reasoning = _joined("reasoning_content", deltas)
         if reasoning is not None:
             message["reasoning_content"] = reasoning
-        calls = _assembled(self._deltas)
+        calls = _assembled(deltas)
         if calls:
             message["tool_calls"] = calls
         elif message["content"] is None:
             message["content"] = ""
-        logprobs = content_logprobs(self._scores, self._turn.token_bytes) if request.logprobs else None
-        choice: dict[str, Any] = {
-            "index": index,
+        scored = [piece["logprobs"]["content"] for piece in pieces if piece["logprobs"] is not None]
+        choice: Piece = {
+            "index": self._index,
             "message": message,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(self.end),
+            "logprobs": {"content": list(chain.from_iterable(scored)), "refusal": None}
+            if self._request.logprobs
+            else None,
+            "finish_reason": pieces[-1]["finish_reason"],
         }
-        return choice | {"token_ids": self._ids} if request.return_token_ids else choice
+        ids = (
+            {"token_ids": [token for piece in pieces for token in piece["token_ids"]]}
+            if self._request.return_token_ids
+            else {}
+        )
+        return choice | ids
+
+    def _piece(self, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None) -> Piece:
+        piece: Piece = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        if self._request.logprobs and delta.get("content"):
+            piece["logprobs"] = content_logprobs(self._turn.take_content_scores(), self._turn.token_bytes)
+        if self._request.return_token_ids:
+            piece["token_ids"] = list(ids)
+        return piece
 
 
 def finish_reason(end: TurnEnd) -> str:
-    """`tool_calls` only when the model itself ended the turn and every call is whole."""
+    """`tool_calls` only when the model itself ended the turn and every call is complete."""
     return "tool_calls" if end.has_whole_calls else end.reason.value
 
 
-def _id_of(turns: Sequence[Turn]) -> str:
-    return "chatcmpl-" + turns[0].submit.request_id.partition("-")[0]
-
-
 def _delta(added: Iterable[TextEvent]) -> dict[str, Any]:
-    """OpenAI's delta of some segmenter events: text by kind, and each call's start and arguments under its index."""
+    """OpenAI's delta for some segmenter events: text by kind, and each call's start and arguments under its index."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for event in added:

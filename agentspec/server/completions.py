@@ -1,43 +1,44 @@
 """/v1/completions: token-id or text prompts, continued or scored.
 
-Owns the way from a CompletionRequest to its answer, whole or in chunks. A checkpoint without a tokenizer serves
-token-id prompts: its answers have no text, and always their token ids; those of the prompt where they are asked for.
+Owns the conversion of a CompletionRequest to its answer, whole or in chunks. A checkpoint without a tokenizer serves
+token-id prompts only. Its answers have no text and always have token ids; the prompt's ids are included on request.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
-from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
 from agentspec.fair_queue import Flow
-from agentspec.server import answer_shapes, events, openai, sse
-from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body, usage_so_far
+from agentspec.server import answer_shapes, openai
+from agentspec.server.answers import Head
+from agentspec.server.choices import Answer, Piece
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline
-from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.sse import StreamHead
 from agentspec.server.tables.completions import COMPLETIONS
-from agentspec.server.token_room import clamped_to, headers, within_room
+from agentspec.server.token_room import clamped_to, within_room
 from agentspec.server.turn import for_choice
 from agentspec.text.constraints import ToolDemand, turn_grammar
 from agentspec.text.token_limit import TokenLimit
 from agentspec.types import Breakpoint, CheckpointKind, TokenScore
-from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+from agentspec.wire import FinishEvent, Submit, TokensEvent, Usage
 
 MAX_CHOICES = 2048
-"""Of one request: its prompts times `n`."""
+"""Choices of one request: its prompts times `n`."""
 
 
 async def encode_prompts(request: CompletionRequest, service: Service, flow: Flow) -> list[Sequence[int]]:
-    """Token ids of every prompt. Raises RequestError or ApiError when there are too many, or a text has no tokenizer to
-    encode it, or no tokens; and ContextLengthError for a text with too many."""
+    """Token ids of every prompt.
+
+    Raises RequestError or ApiError for too many prompts, for a text without a tokenizer to encode it or without tokens;
+    ContextLengthError for a text with too many tokens."""
     prompts, text = request.prompts(), service.text
     if len(prompts) * request.n > MAX_CHOICES:
         raise RequestError(
@@ -59,10 +60,10 @@ async def encode_prompts(request: CompletionRequest, service: Service, flow: Flo
 def submits_of(
     request: CompletionRequest, prompts: Sequence[Sequence[int]], session_id: str | None, max_context: int
 ) -> list[Submit]:
-    """One submit for each choice: those of the first prompt first."""
+    """One submit for each choice, ordered by prompt."""
     request_id = uuid.uuid4().hex
     asked = request.sampling()
-    num_forced = 0 if request.forced_output is None else len(request.forced_output)
+    num_forced = len(request.forced_output or ())
     grammar = turn_grammar(None, ToolDemand(), request.output(), dialect=None, reasoning_open=False)
     breakpoints = [Breakpoint(point.offset, CheckpointKind[point.kind.upper()]) for point in request.breakpoints]
     return [
@@ -88,15 +89,16 @@ async def answer(service: Service, call: Call) -> Response:
     """POST /v1/completions."""
     asked = service.named(openai.parse_completion(call.body, call.notes))
     info = service.engine.info
-    asked.sampling().validate(vocab_size=info.vocab_size)  # what no message to the engine can hold is out of range, too
+    asked.sampling().validate(
+        vocab_size=info.vocab_size
+    )  # also refuses numbers that a message to the engine can't hold
     session_id = session_of(call.headers, asked.prompt_cache_key)
     prompts = await encode_prompts(asked, service, Flow(service.tenant.name, session_id or ""))
     submits = submits_of(asked, prompts, session_id, info.max_context)
-    told = headers(_clamped(asked, submits))
-    if asked.stream:
-        chunks, head = CompletionChunks(asked, submits, service.text, info), sse.StreamHead()
-        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks, head), head, told)
-    return json_response(await complete(service, asked, submits), headers=told)
+    head = Head(id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=asked.model)
+    choices = [_Choice(index, asked, submit, service.text) for index, submit in enumerate(submits)]
+    made = Answer(asked, head, choices, info, clamped=_clamped(asked, submits))
+    return await made.respond(service.engine, submits, StreamHead())
 
 
 ROUTES = (
@@ -114,19 +116,20 @@ ROUTES = (
 
 
 def _clamped(request: CompletionRequest, submits: Sequence[Submit]) -> int | None:
-    """The token limit where the context leaves less than was asked for: the smallest one of all prompts."""
+    """The token limit, if the context leaves less than was asked for: the smallest over all prompts. None: no
+    clamping."""
     asked = request.sampling()
     return min((limit for submit in submits if (limit := clamped_to(asked, submit.sampling)) is not None), default=None)
 
 
 class _Choice:
-    """One choice on its way. Its pieces are choices of OpenAI's chunks; the whole choice is the same pieces put
-    together."""
+    """One running choice (see choices.Choice)."""
 
     usage: Usage
-    """Once it has finished."""
+    """Set when the choice has finished."""
+    reasoning_tokens = 0
     num_generated = 0
-    """Tokens so far, whether their text shows or waits for more."""
+    """Tokens so far, including those whose text is still held back."""
 
     def __init__(self, index: int, request: CompletionRequest, submit: Submit, text: TextPipeline | None) -> None:
         self._index = index
@@ -140,16 +143,16 @@ class _Choice:
         )
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(token_bytes)
         self._waiting: list[TokensEvent] | None = None if submit.prompt_logprobs is None else []
-        """What was generated behind a prompt whose scores come with the end; None when there is nothing to wait for."""
+        """Token events held back until the prompt's scores arrive at the end; None when nothing has to wait."""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Piece]:
         return (
             []
             if self._waiting is not None or not (self._request.echo or self._with_prompt_ids)
             else [self._prompt_piece(None)]
         )
 
-    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
+    def tokens(self, event: TokensEvent) -> list[Piece]:
         self.num_generated += len(event.token_ids)
         if self._waiting is not None:
             self._waiting.append(event)
@@ -158,7 +161,7 @@ class _Choice:
             return []
         return [self._piece(event.text, event.token_ids, event.scores)]
 
-    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
+    def finish(self, event: FinishEvent) -> list[Piece]:
         pieces = []
         if self._waiting is not None:
             scores = None if event.prompt_scores is None else [None, *event.prompt_scores]
@@ -167,8 +170,7 @@ class _Choice:
         self.usage = event.usage
         return [*pieces, self._piece(event.text, [], None) | {"finish_reason": event.reason.value}]
 
-    def whole(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The choice of a whole answer."""
+    def whole(self, pieces: Sequence[Piece]) -> Piece:
         choice = dict(pieces[-1])
         choice["text"] = "".join(piece["text"] for piece in pieces)
         if self._logprobs is not None:
@@ -181,8 +183,8 @@ class _Choice:
             choice["token_ids"] = [token for piece in pieces for token in piece["token_ids"]]
         return choice
 
-    def _prompt_piece(self, scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
-        """What stands before the generated text. Ids of the model's padding have no text."""
+    def _prompt_piece(self, scores: Sequence[TokenScore | None] | None) -> Piece:
+        """The piece before the generated text. Padding ids of the model have no text."""
         shown = ""
         if self._request.echo and self._text is not None:
             tokenizer, skips = self._text.tokenizer, self._request.skip_special_tokens
@@ -194,87 +196,7 @@ class _Choice:
             piece["prompt_token_ids"] = list(self.prompt_ids)
         return piece | {"token_ids": []} if self._with_ids else piece
 
-    def _piece(self, text: str, ids: Sequence[int], scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
+    def _piece(self, text: str, ids: Sequence[int], scores: Sequence[TokenScore | None] | None) -> Piece:
         logprobs = None if self._logprobs is None or scores is None else self._logprobs.body(ids, scores)
         piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return piece | {"token_ids": ids} if self._with_ids else piece
-
-
-class _Answer:
-    """All choices of one answer, and what they cost together."""
-
-    def __init__(
-        self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo
-    ) -> None:
-        self._request = request
-        self._info = info
-        self._clamped = _clamped(request, submits)
-        self._num_open = len(submits)
-        self.head = Head(
-            id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=request.model
-        )
-        self.choices = [_Choice(index, request, submit, text) for index, submit in enumerate(submits)]
-
-    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
-        self._num_open -= 1
-        return self.choices[index].finish(event)
-
-    @property
-    def is_complete(self) -> bool:
-        return not self._num_open
-
-    def costs(self) -> dict[str, Any]:
-        n = self._request.n
-        usage = total(
-            of_choices([choice.usage for choice in self.choices[first : first + n]])
-            for first in range(0, len(self.choices), n)
-        )
-        return {"usage": usage_body(usage, clamped=self._clamped), "metrics": metrics_body(usage.spec, self._info)}
-
-
-class CompletionChunks:
-    """The chunks of a streamed completion (see sse.Chunks)."""
-
-    def __init__(
-        self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo
-    ) -> None:
-        self._answer = _Answer(request, submits, text, info)
-        self._with_usage = request.include_usage
-        self._with_usage_so_far = request.usage_so_far
-
-    def opening(self) -> list[dict[str, Any]]:
-        return [self._chunk(piece) for choice in self._answer.choices for piece in choice.opening()]
-
-    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
-        return [self._chunk(piece) for piece in self._answer.choices[index].tokens(event)]
-
-    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
-        chunks = [self._chunk(piece) for piece in self._answer.finish(index, event)]
-        if self._answer.is_complete:
-            costs = self._answer.costs()
-            if self._with_usage:
-                chunks.append(self._answer.head.body(choices=[], **costs))
-            else:
-                chunks[-1]["metrics"] = costs["metrics"]
-        return chunks
-
-    def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
-        if self._with_usage_so_far:
-            choice = self._answer.choices[piece["index"]]
-            return self._answer.head.body(
-                choices=[piece], usage=usage_so_far(len(choice.prompt_ids), choice.num_generated)
-            )
-        return self._answer.head.body(choices=[piece], **({"usage": None} if self._with_usage else {}))
-
-
-async def complete(service: Service, request: CompletionRequest, submits: Sequence[Submit]) -> dict[str, Any]:
-    """The whole answer; its choices run at the same time, and the first error ends them all."""
-    answer = _Answer(request, submits, service.text, service.engine.info)
-    pieces = [choice.opening() for choice in answer.choices]
-    async with aclosing(events.merge(service.engine, submits)) as merged:
-        async for index, event in merged:
-            pieces[index] += (
-                answer.finish(index, event) if isinstance(event, FinishEvent) else answer.choices[index].tokens(event)
-            )
-    choices = [choice.whole(parts) for choice, parts in zip(answer.choices, pieces, strict=True)]
-    return answer.head.body(choices=choices, **answer.costs())

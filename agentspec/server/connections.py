@@ -1,9 +1,8 @@
-"""The connections of one server: how many there may be, which one makes room for a new one, and how long each may keep
-still.
+"""The connections of one server: their maximum number, which one is closed to make room, and their idle timeouts.
 
-Owns the listening socket's `accept` and uvicorn's protocol, of which it reads how far a connection's request is. Knows
-no request. A new connection always finds a descriptor: where accept() fails for want of one, asyncio would take nobody
-for a second.
+Owns the listening socket's `accept` and uvicorn's protocol, from which it reads how far a connection's request has
+come. Knows nothing of requests' contents. A file descriptor is always kept for a new connection: when accept() fails
+for lack of one, asyncio accepts nothing for a second.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ from agentspec.server.bodies import LEAST_RATE
 
 MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 32
-"""For what else a server opens, and for connections that are just being closed."""
+"""Reserved for other files of the server, and for connections that are just being closed."""
 FOR_PROBES = 8
-"""Connections that requests that generate leave to others."""
+"""Connections that generating requests leave free, so that health probes get through."""
 
 HEADER_SECONDS = 20.0
-"""From a connection's first second, or from a later request's first byte, to the end of the request's headers."""
+"""Timeout for a request's headers: from a connection's start, or from the first byte of a later request."""
 STALLED_SECONDS = 60.0
-"""How long a client may leave an answer waiting, beside the time that what waits takes at LEAST_RATE."""
+"""How long a client may leave an answer unread, in addition to the time that the unread part takes at LEAST_RATE."""
 SWEEP_SECONDS = 1.0
 
 
 class Connections:
-    """Every open connection, those that were silent for longest first."""
+    """Every open connection, ordered by last activity: the longest idle first."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """limit: how many there may be."""
+        """limit: maximum number of connections."""
         self.limit = limit
         self.clock = clock
         self._open: OrderedDict[_Connection, None] = OrderedDict()
         self._num_accepted = 0
-        """Sockets that have no protocol yet."""
+        """Accepted sockets without a protocol yet."""
 
     def protocol(self, **settings: Any) -> H11Protocol:
-        """A new connection's: what uvicorn's Config takes as its `http`. One parser for all installations, so that it
-        is the one that is tested."""
+        """Create the protocol of a new connection; passed to uvicorn's Config as `http`. Every installation uses the
+        same parser, the tested one."""
         return _Connection(self, **settings)
 
     async def watch(self) -> None:
-        """Close what has been still for too long, until this is cancelled."""
+        """Close overdue connections periodically, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep()
@@ -62,7 +61,7 @@ class Connections:
             connection.end_if_overdue(self.clock())
 
     def close_unfinished(self) -> None:
-        """For the server's end: nobody waits for the rest of a body."""
+        """At server shutdown: close the connections whose request body is incomplete."""
         for connection in list(self._open):
             if connection.is_idle and not connection.awaits_headers:
                 connection.transport.close()
@@ -72,8 +71,7 @@ class Connections:
         return len(self._open) + self._num_accepted >= self.limit
 
     def evict(self) -> bool:
-        """End the connection that was silent for longest, of those whose request isn't complete; says whether there was
-        one."""
+        """Close the longest idle connection without a complete request; return whether there was one."""
         for connection in self._open:
             if connection.is_idle and not connection.is_ended:
                 connection.end()
@@ -87,7 +85,7 @@ class Connections:
         self._num_accepted -= 1
         self._open[connection] = None
 
-    def heard_of(self, connection: _Connection) -> None:
+    def note_activity(self, connection: _Connection) -> None:
         if connection in self._open:
             self._open.move_to_end(connection)
 
@@ -96,8 +94,8 @@ class Connections:
 
 
 class Listener(socket.socket):
-    """A listening socket that takes no more connections than there may be. asyncio takes BlockingIOError for "nobody
-    there", and asks again."""
+    """A listening socket that accepts no more connections than the limit. asyncio takes BlockingIOError for "no client
+    is waiting", and retries."""
 
     def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
         # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes
@@ -105,11 +103,11 @@ class Listener(socket.socket):
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.connections = connections
         self._kept = os.open(os.devnull, os.O_RDONLY)
-        """A descriptor for whoever can't be taken in."""
+        """A reserved descriptor, to accept and close a connection when no other descriptor is free."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Of a full house the longest idle goes; its descriptor is free in the event loop's next round. Where nobody is
-        idle, the newcomer goes."""
+        """Accept a connection. At the limit, close the longest idle one; its descriptor becomes free in the event
+        loop's next iteration. If no connection is idle, close the new one."""
         if self.connections.is_full and self.connections.evict():
             raise BlockingIOError
         try:
@@ -118,7 +116,7 @@ class Listener(socket.socket):
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             if not self.connections.evict():
-                self._turn_away()
+                self._reject_one()
             raise BlockingIOError from None
         if self.connections.is_full:
             newcomer.close()
@@ -132,8 +130,8 @@ class Listener(socket.socket):
             self._kept = -1
         super().close()
 
-    def _turn_away(self) -> None:
-        """Whoever is left waiting would be offered again without a pause."""
+    def _reject_one(self) -> None:
+        """Accept and close the waiting connection: left in the queue it would make accept() busy-loop."""
         os.close(self._kept)
         super().accept()[0].close()
         self._kept = os.open(os.devnull, os.O_RDONLY)
@@ -145,11 +143,13 @@ class _Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
-        self._crowd = connections
+        self._connections = connections
         self._headers_began: float | None = connections.clock()
-        """When the wait for a request's headers began; None: nothing of the next one has come yet, or all of it."""
+        """When the wait for a request's headers began; None: nothing of the next request has arrived, or all its
+        headers have."""
         self._unsent_due: float | None = None
-        """When the client must have taken what waits for it; None: nothing does, or nothing that somebody waits for."""
+        """Deadline for the client to read what is buffered; None: nothing is buffered, or nothing waits for the buffer
+        to drain."""
 
     @property
     def is_idle(self) -> bool:
@@ -161,23 +161,23 @@ class _Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._crowd.add(self)
+        self._connections.add(self)
         super().connection_made(cast(asyncio.Transport, transport))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._crowd.remove(self)
+        self._connections.remove(self)
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        self._crowd.heard_of(self)
+        self._connections.note_activity(self)
         if self.awaits_headers and self._headers_began is None:
-            self._headers_began = self._crowd.clock()
+            self._headers_began = self._connections.clock()
         super().data_received(data)
         if not self.awaits_headers:
             self._headers_began = None
 
     def on_response_complete(self) -> None:
-        self._crowd.heard_of(self)
+        self._connections.note_activity(self)
         super().on_response_complete()
 
     def resume_writing(self) -> None:
@@ -185,7 +185,7 @@ class _Connection(H11Protocol):
         super().resume_writing()
 
     def end_if_overdue(self, now: float) -> None:
-        """Silence between two requests has a timer of uvicorn's own."""
+        """Close the connection if it is overdue. uvicorn has its own timer for the silence between two requests."""
         if self.awaits_headers and self._headers_began is not None and now - self._headers_began > HEADER_SECONDS:
             self.end()
             return
@@ -198,14 +198,14 @@ class _Connection(H11Protocol):
             self.end()
 
     def end(self) -> None:
-        """At once, whatever still waits to be sent."""
+        """Abort at once and discard unsent data."""
         self.is_ended = True
         self.transport.abort()
 
 
 def room_for_connections() -> int:
-    """How many connections this process's descriptors allow, after the limit of these was raised as far as it is needed
-    and allowed."""
+    """The number of connections that this process's file descriptors allow. Raises the soft limit as far as needed and
+    allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,5 @@
-"""The input of a custom tool's call, out of the JSON arguments of the function that stands for it, as they come.
+"""Extracts the input of a custom tool's call, while it streams, from the JSON arguments of the function that stands for
+the tool.
 
 Knows nothing of events or items.
 """
@@ -11,23 +12,23 @@ import re
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _BEGINNING = '{"input": "'
 _WHOLE = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-"""Characters of a JSON string as far as they are complete. No dialect writes a character as two escapes (a pair of
-surrogates)."""
+"""The complete characters at the start of a JSON string. No dialect writes a character as two escapes (a surrogate
+pair)."""
 
 
 class CustomInput:
-    """One call's."""
+    """The input of one call."""
 
     def __init__(self) -> None:
         self.text = ""
         """The input so far."""
         self._arguments = ""
-        """Up to where the text begins."""
+        """The arguments up to the start of the text."""
         self._rest: str | None = None
-        """What comes next inside of the string `input`; None before it."""
+        """Unread rest of the string `input`; None before the string begins."""
 
     def push(self, arguments: str) -> str:
-        """What a piece of the arguments adds to the input."""
+        """Add a piece of the arguments; return what it adds to the input."""
         if self._rest is None:
             self._arguments += arguments
             head = _HEAD.match(self._arguments)
@@ -39,7 +40,8 @@ class CustomInput:
         return self._read()
 
     def close(self) -> str:
-        """What is left at the end. A model that didn't name its text `input` meant it all the same."""
+        """End of the arguments; return what is still missing. A single text under another name than `input` is
+        accepted."""
         if self._rest is not None:
             return ""
         try:

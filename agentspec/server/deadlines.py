@@ -1,16 +1,13 @@
-"""How long a request may wait for its first token, and how long it may run: an engine client that ends it, whatever API
-asked.
+"""Time limits for a request's first token and for its end: an engine client that aborts overdue requests of every API.
 
-Knows wire alone. Its errors become statuses and events where all others do.
+Knows wire alone. Its errors become statuses and events like all others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
 
 from agentspec.errors import OverloadedError
 from agentspec.server.errors import ApiError
@@ -22,15 +19,15 @@ RETRY_SECONDS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLimits:
-    """Seconds; None: without end."""
+    """In seconds; None: no limit."""
 
     queue_seconds: float | None = None
-    """From a request's body to its first token."""
+    """From the complete body to the first token."""
     request_seconds: float | None = None
-    """From its body to its end."""
+    """From the complete body to the end of the answer."""
 
     def of_request(self, engine: EngineClient) -> EngineClient:
-        """The engine for one request, whose body is complete now."""
+        """The engine client for one request, whose body is complete now."""
         return engine if self == NO_LIMITS else _TimedEngine(engine, self)
 
 
@@ -38,21 +35,20 @@ NO_LIMITS = TimeLimits()
 
 
 class _TimedEngine(WatchedEngine):
-    """All submits of one request. Implements wire.EngineClient."""
+    """Wraps all submits of one request. Implements wire.EngineClient."""
 
     def __init__(self, engine: EngineClient, limits: TimeLimits) -> None:
         super().__init__(engine)
         now = asyncio.get_running_loop().time()
         self._limits = limits
         self._queue_due = None if limits.queue_seconds is None else now + limits.queue_seconds
-        """None: it has no end, or the first token has come."""
+        """None: no limit, or the first token has come."""
         self._request_due = None if limits.request_seconds is None else now + limits.request_seconds
         self._waiting: set[asyncio.Timeout] = set()
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """The engine's events. Raises OverloadedError and ApiError (504) when a limit is reached."""
-        # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
-        async with aclosing(cast(AsyncGenerator[Event, None], self._engine.stream(submit))) as events:
+        async with self._opened(submit) as events:
             while True:
                 limit = asyncio.timeout_at(self._due)
                 self._waiting.add(limit)
@@ -76,7 +72,7 @@ class _TimedEngine(WatchedEngine):
         return min((due for due in (self._queue_due, self._request_due) if due is not None), default=None)
 
     def _begin(self) -> None:
-        """One token is enough: a request's other choices may wait for each other."""
+        """End the queue limit for the whole request: after one token, its other choices may wait for each other."""
         self._queue_due = None
         for limit in self._waiting:
             if not limit.expired():

@@ -1,7 +1,7 @@
-"""What a body demands of an answer's form: response_format, tool_choice, and the fields in which vLLM's clients ask for
-constrained output.
+"""The constraints that a body puts on its answer: response_format, tool_choice, and vLLM's fields for constrained
+output.
 
-Owns these structs and what they mean as OutputForm and ToolDemand. Knows nothing of grammars, prompts or the rest of a
+Owns these structs and their meaning as OutputForm and ToolDemand. Knows nothing of grammars, prompts or the rest of a
 body.
 """
 
@@ -29,7 +29,7 @@ class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """Without effect: the answer fits the schema in any case."""
+    """Without effect: the answer always fits the schema."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
@@ -44,7 +44,7 @@ Choices = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's field; exactly one of these."""
+    """vLLM's field; exactly one member is set."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -84,10 +84,10 @@ _FORM_OF = {
 
 
 def output_form(asked: dict[str, Any], response_format: ResponseFormat | None) -> OutputForm | None:
-    """The one form that is asked for; None when the output is free.
+    """The requested form of the output; None when it is unconstrained.
 
-    `asked`: values of vLLM's names (json, regex, choice, grammar, json_object) by the field that each came in; None and
-    False ask for nothing. Raises RequestError when there is more than one form, or a schema that is no JSON object."""
+    asked: values of vLLM's fields (json, regex, choice, grammar, json_object), keyed by the field's name in the body;
+    None and False mean absent. Raises RequestError for more than one form, or a schema that is not a JSON object."""
     forms = []
     if isinstance(response_format, JsonObjectFormat):
         forms.append(OutputForm(kind="json_object", source=None, field="response_format"))
@@ -115,7 +115,7 @@ def output_form(asked: dict[str, Any], response_format: ResponseFormat | None) -
 def tool_demand(choice: ToolChoice, names: list[str], *, parallel: bool) -> tuple[ToolDemand, frozenset[str] | None]:
     """The demand, and the tools that may be called (None: all of `names`, the request's tools).
 
-    Raises RequestError for a choice that needs tools which aren't there."""
+    Raises RequestError for a choice that names tools which are not in the request."""
     if isinstance(choice, NamedTool):
         _check_known("tool_choice.function.name", choice.function.name, names)
         return ToolDemand(choice="required", name=choice.function.name, parallel=parallel), None

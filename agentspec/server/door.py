@@ -1,7 +1,7 @@
-"""Who comes in: API keys, how many requests may run and wait, and nobody new while the server drains.
+"""Admission: API keys, a limit on running and waiting requests, and no new requests while the server drains.
 
-An ASGI app around the app. It decides before a body is read, and again when the body is there: a request counts from
-then on. Knows nothing of what a request asks for.
+An ASGI app around the app. It checks before it reads a body, and again when the body is complete; from then on a
+request counts. Knows nothing of a request's contents.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from agentspec.server.responding import error_response
 from agentspec.server.tenants import TENANT, Tenant
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-"""Where a POST asks the engine to generate: what is counted, and refused while the server drains."""
+"""Paths whose POST makes the engine generate: counted, and refused while the server drains."""
 
 LIVENESS, READINESS = "/live", "/ready"
 PROBES = frozenset({"/health", "/ping", LIVENESS, READINESS})
-"""Where load balancers and supervisors ask. LIVENESS: whether there is any need to start the server again: not while it
-loads or drains. READINESS: whether another request would be taken. The others: whether requests may come."""
+"""For load balancers and supervisors. LIVENESS: whether the server must be restarted (no while it loads or drains).
+READINESS: whether one more request would be accepted. The others: whether the server accepts requests at all."""
 
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
-"""What needs no key: the page asks its user for one, and its files hold no secrets."""
+"""Paths that need no key: the page asks its user for one, and its files contain no secrets."""
 
 RETRY_SECONDS = 1
 
 
 class Door:
-    """In front of one engine."""
+    """The admission check in front of one engine."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, *, max_running: int, keys: Keys | None = None) -> None:
         """max_running: requests that the engine decodes at the same time. keys: None: those of `config`."""
@@ -54,60 +54,63 @@ class Door:
             return
         scope[TENANT] = tenant = self._keys.tenant(scope["headers"])
         try:
-            if (error := self._refusal(scope, tenant)) is None and tenant is not None and scope["method"] == "POST":
+            self._check(scope, tenant)
+            if tenant is not None and scope["method"] == "POST":
                 receive = replayed(await self._bodies.read(scope, receive), receive)
-                error = self._refusal(scope, tenant)  # others came in meanwhile
-        except ApiError as refused:
-            error = refused
+                self._check(scope, tenant)  # other requests may have been admitted meanwhile
+        except (ApiError, OverloadedError) as error:
+            refusal = error if isinstance(error, ApiError) else api_error(error)
+            await answer_unread(error_response(refusal, scope["path"]), scope, receive, send)
+            return
         except ClientDisconnect:
             return
-        if error is not None:
-            await answer_unread(error_response(error, scope["path"]), scope, receive, send)
-        elif tenant is not None and _generates(scope):
-            self._active += 1
-            tenant.num_inside += 1
-            self._empty.clear()
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._active -= 1
-                tenant.num_inside -= 1
-                if not self._active:
-                    self._empty.set()
-        else:
+        if tenant is None or not _generates(scope):
             await self._app(scope, receive, send)
+            return
+        self._active += 1
+        tenant.num_inside += 1
+        self._empty.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._active -= 1
+            tenant.num_inside -= 1
+            if not self._active:
+                self._empty.set()
 
     async def drain(self) -> None:
-        """Refuse what generates from now on, and wait until the last answer is sent."""
+        """Refuse generating requests from now on, and wait until the last answer is sent."""
         self._draining = True
         await self._empty.wait()
 
-    def _refusal(self, scope: Scope, tenant: Tenant | None) -> ApiError | None:
+    def _check(self, scope: Scope, tenant: Tenant | None) -> None:
+        """Raises ApiError or OverloadedError for a request that isn't admitted."""
         path = scope["path"]
         if tenant is None and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            reason = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; there was none, or not the right one"
-            return ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            reason = (
+                "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; "
+                "there was none, or not the right one"
+            )
+            raise ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if self._draining and (_generates(scope) or path in PROBES - {LIVENESS}):
-            return ApiError(503, "the server is about to stop", code="draining")
+            raise ApiError(503, "the server is about to stop", code="draining")
         if path == READINESS and self._active >= self._max_active:
-            return ApiError(503, f"{self._active} requests run or wait here, which is the limit", code="overloaded")
-        if tenant is None or not _generates(scope):
-            return None
-        try:
+            raise ApiError(503, f"{self._active} requests run or wait here, which is the limit", code="overloaded")
+        if tenant is not None and _generates(scope):
             self._check_room(tenant)
-            tenant.check()
-        except OverloadedError as error:
-            return api_error(error)
-        return None
+            tenant.check_limits()
 
     def _check_room(self, tenant: Tenant) -> None:
-        """Where there are several keys, none has more places than it leaves free: one that has nothing here always
-        finds one."""
+        """Check the limits. With several keys, a key may never hold more places than it leaves free, so a key without
+        requests always finds a place."""
         free = self._max_active - self._active
         if free <= 0:
             raise OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS)
         if len(self._keys.tenants) > 1 and tenant.num_inside >= free:
-            reason = f"{tenant.num_inside} requests of the key {tenant.name!r} run or wait here: the {free} places left are for other keys"
+            reason = (
+                f"{tenant.num_inside} requests of the key {tenant.name!r} run or wait here: "
+                f"the {free} places left are for other keys"
+            )
             raise OverloadedError(reason, RETRY_SECONDS)
 
 

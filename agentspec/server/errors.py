@@ -1,6 +1,6 @@
-"""How errors look to an HTTP client: OpenAI's or Anthropic's body, a status, and the name of the field that caused it.
+"""Errors as HTTP clients see them: OpenAI's or Anthropic's body, a status, and the name of the field at fault.
 
-Owns the mapping from the exceptions of agentspec to statuses. 422 is never used: a wrong value is a 400 like any other.
+Owns the mapping from agentspec's exceptions to statuses. 422 is never used: a wrong value is a 400.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentspec.errors import (
     TextProcessError,
 )
 
-_ANTHROPIC_ROOT = "/v1/messages"
+ANTHROPIC_ROOT = "/v1/messages"
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -29,14 +29,14 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Other statuses are invalid_request_error below 500, and api_error from there on."""
+"""Other statuses are invalid_request_error below 500, and api_error from 500 on."""
 
 PUBLIC_NAMES = {"prompt_ids": "prompt", "prompt_logprobs": "logprobs"}
-"""Fields of wire.Submit that a client knows by another name."""
+"""Fields of wire.Submit with another name in the API."""
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `message` is for a person, `code` and `param` are for a program."""
+    """An answer other than 200. `message` is for people; `code` and `param` are for programs."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         reason: str | None = None,
     ) -> None:
-        """reason: the message without the value, which may be a client's text. None: the message has no such value."""
+        """reason: the message without the value, which may be a client's text. None: the message contains no such
+        value."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -56,10 +57,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
         self.for_log = f"{status} {message}" if reason is None else f"{status} {param}: {reason}"
-        """In a log nobody expects what clients wrote: field and reason alone."""
+        """For the log: field and reason only, since clients' texts don't belong there."""
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """In the shape of the API that the request's path belongs to."""
+        """The body, in the shape of the API that the path belongs to."""
         if is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -74,12 +75,12 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """The path belongs to Anthropic's API."""
-    return path == _ANTHROPIC_ROOT or path.startswith(_ANTHROPIC_ROOT + "/")
+    """Whether the path belongs to Anthropic's API."""
+    return path == ANTHROPIC_ROOT or path.startswith(ANTHROPIC_ROOT + "/")
 
 
 def api_error(error: AgentspecError) -> ApiError:
-    """The HTTP answer to an error of agentspec."""
+    """The HTTP answer for an exception of agentspec."""
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         param = PUBLIC_NAMES.get(error.field, error.field)

@@ -1,5 +1,5 @@
-"""The engine's event streams as the server reads them: closed on every way out, always ended or failed, and a grammar
-named as its sender calls it.
+"""Wrappers around the engine's event streams: always closed, always ended by a FinishEvent or an exception, with
+grammar errors under the client's field name.
 
 Knows wire alone.
 """
@@ -13,18 +13,22 @@ from typing import cast
 
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.types import FinishReason
-from agentspec.wire import EngineClient, Event, FinishEvent, Submit, TokensEvent
+from agentspec.wire import EngineClient, Event, FinishEvent, Submit
+
+
+def opened(engine: EngineClient, submit: Submit) -> aclosing[AsyncGenerator[Event, None]]:
+    """The engine's stream, closed on every exit."""
+    # The protocol guarantees that closing the iterator aborts; the type AsyncIterator can't express it.
+    return aclosing(cast(AsyncGenerator[Event, None], engine.stream(submit)))
 
 
 async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event, None]:
-    """Events of one request, the last one its FinishEvent. Closing this generator aborts the request.
+    """Events of one request; the last one is its FinishEvent. Closing this generator aborts the request.
 
-    Raises RequestError when the engine refuses, before the first event or half-way; EngineClosedError when the engine
+    Raises RequestError when the engine refuses, before the first event or later; EngineClosedError when the engine
     ends; AgentspecError when the request fails."""
-    # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
-    stream = cast(AsyncGenerator[Event, None], engine.stream(submit))
     try:
-        async with aclosing(stream):
+        async with opened(engine, submit) as stream:
             async for event in stream:
                 if isinstance(event, FinishEvent) and event.reason is FinishReason.ERROR:
                     failure = EngineClosedError if event.is_lost else AgentspecError
@@ -40,10 +44,10 @@ async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event
 
 
 async def merge(engine: EngineClient, submits: Sequence[Submit]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of several requests as they come, each with its request's place in `submits`; ends with the last
+    """Events of several requests as they arrive, each with its request's index in `submits`; ends with the last
     FinishEvent.
 
-    Closing this generator aborts them all, and so does the first error, which is raised like that of `generate`."""
+    Closing this generator aborts all requests. The first error does the same, and is raised as in `generate`."""
     if len(submits) == 1:
         async with aclosing(generate(engine, submits[0])) as events:
             async for event in events:
@@ -72,16 +76,5 @@ async def _forward(
         async with aclosing(generate(engine, submit)) as events:
             async for event in events:
                 ready.put_nowait((index, event))
-    except Exception as error:  # it belongs to whoever reads the queue
+    except Exception as error:  # raised where the queue is read
         ready.put_nowait((index, error))
-
-
-async def collect(engine: EngineClient, submit: Submit) -> tuple[list[TokensEvent], FinishEvent]:
-    """Run a request to its end. Raises like `generate`."""
-    parts: list[TokensEvent] = []
-    async with aclosing(generate(engine, submit)) as events:
-        async for event in events:
-            if isinstance(event, FinishEvent):
-                return parts, event
-            parts.append(event)
-    raise AssertionError("generate ends with a FinishEvent or raises")

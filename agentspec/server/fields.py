@@ -1,8 +1,8 @@
-"""JSON bodies to structs, by a table of what each field is to this server.
+"""Converts JSON bodies to structs, by a table that says how each field is treated.
 
-A field works, or is known and refused because it would change the answer and can't be done, or is accepted because it
-says nothing to this server. What no table knows is left out and noted: a client's own fields must not end its work.
-Knows no endpoint's fields. `null` means absent, everywhere.
+A field works; or it is refused, because it would change the answer and isn't supported; or it is accepted without
+effect. Unknown fields are left out and noted, so that a client's own fields don't make its requests fail. `null` means
+absent, everywhere. Knows no endpoint's fields.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from agentspec.errors import RequestError
 
 class Treatment(Enum):
     WORKS = auto()
-    """A field of the endpoint's struct, which holds its type."""
+    """A field of the endpoint's struct, which defines its type."""
     REFUSED = auto()
-    """It would change the answer, and can't be done. Taken with a value that asks for nothing."""
+    """It would change the answer, and isn't supported. Accepted with a value that has no effect."""
     ACCEPTED = auto()
-    """Whatever it says, the answer is the same."""
+    """The answer is the same for every value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
     treatment: Treatment
     words: str = ""
-    """For docs/api.md, in Markdown: what it does, or why not."""
+    """Its description for docs/api.md, in Markdown: what it does, or why it is refused."""
     idle: tuple[Any, ...] = ()
-    """Values with which a refused field asks for nothing."""
+    """Values of a refused field that have no effect."""
 
 
 FieldTable = Mapping[str, Field]
-"""Every field of a body that anybody here knows, by name."""
+"""Every known field of a body, by name."""
 
 Checked = Mapping[str, tuple[Any, ...]]
-"""Fields that a struct keeps as they come, with the types that they are held to nevertheless: any one of them.
-`name[]`: what a list there holds."""
+"""Fields that a struct keeps as sent, with the types they are checked against: any one of them. `name[]`: types of the
+elements of a list."""
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 
 _MOST_ROUNDS = 64
-"""Each round reads the whole value and leaves out one unknown field, or one name's nulls: what has more of them is
-refused."""
+"""Each round converts the whole value and removes one unknown field, or the nulls of one name. A body that needs more
+rounds is refused."""
 
 _ELEMENTS_READ = 400_000
-"""Of the longest list, in all rounds together: where it is very long there are fewer of them."""
+"""Elements of the longest list read over all rounds: a very long list gets fewer rounds."""
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _NULL = re.compile(r"Expected `.*`, got `null`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
-"""Of msgspec's paths, such as `$.messages[1].role`."""
+"""One step of msgspec's paths, such as `$.messages[1].role`."""
 
 
 def works(words: str) -> Field:
@@ -73,32 +73,32 @@ def accepted(words: str = "") -> Field:
 
 
 def named(treatment: Treatment, table: FieldTable) -> list[str]:
-    """The fields of a table that are treated so, in its order."""
+    """The fields with this treatment, in the table's order."""
     return [name for name, known in table.items() if known.treatment is treatment]
 
 
 @dataclass(slots=True)
 class Notes:
-    """What a request asked for that nobody here knows."""
+    """The unknown fields of one request."""
 
     strict: bool = False
-    """Refuse it instead."""
+    """Refuse unknown fields instead of leaving them out."""
     _unknown: dict[str, None] = field(default_factory=dict)
 
     @property
     def unknown(self) -> list[str]:
-        """Fields that were left out, each once."""
+        """Names of the fields that were left out, without duplicates."""
         return list(self._unknown)
 
     def leave_out(self, name: str, value: Any, reason: str = "is not a field of this endpoint") -> None:
-        """Raises RequestError where notes are strict."""
+        """Note a field that is left out. Raises RequestError if notes are strict."""
         if self.strict:
             raise RequestError(name, value, reason)
         self._unknown[name] = None
 
 
 def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Struct:
-    """A decoded body as `kind`. Raises RequestError with the first field that is not served, missing or wrong."""
+    """Convert a decoded body to `kind`. Raises RequestError for the first field that is refused, missing or wrong."""
     if not isinstance(body, dict):
         raise RequestError("body", body, "must be a JSON object")
     asked: dict[str, Any] = {}
@@ -111,7 +111,8 @@ def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, req
         elif known.treatment is Treatment.WORKS:
             asked[name] = value
         elif not any(type(value) is type(idle) and value == idle for idle in known.idle):
-            raise RequestError(name, value, "is not supported" + _only(known.idle))
+            only = f" (only {' or '.join(map(repr, known.idle))})" if known.idle else ""
+            raise RequestError(name, value, f"is not supported{only}")
     for name in required:
         if name not in asked:
             raise RequestError(name, None, "is required")
@@ -119,11 +120,11 @@ def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, req
 
 
 def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None = None) -> _Value:
-    """A value as `kind`, which may be any type that msgspec knows. Raises RequestError with the path under `name` and
-    what stands there.
+    """Convert a value to `kind`, any type that msgspec supports. Raises RequestError with the path under `name` and the
+    value there.
 
-    notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused
-    like all that is wrong."""
+    notes: unknown fields and nulls inside of the value are left out, too. None: they are refused like other wrong
+    values."""
     whole = value
     for round_left in reversed(range(_num_rounds(value))):
         try:
@@ -145,9 +146,9 @@ def _num_rounds(value: Any) -> int:
 
 
 def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> Any:
-    """The value without what is unknown at the path, or without what is null there and in the same place of other
-    elements of the lists on the path. None: that is not what is wrong."""
-    steps: list[str | int] = [int(index) if index.isdigit() else index or key for key, index in _STEP.findall(path)]
+    """The value without the unknown field at the path; or without the null there, and without those at the same place
+    in other elements of the lists on the path. None: the error has another cause."""
+    steps = _steps(path)
     unknown = _UNKNOWN.fullmatch(reason)
     if unknown:
         steps.append(unknown[1])
@@ -167,7 +168,7 @@ def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> An
 
 
 def _without_nulls(value: Any, steps: Sequence[str | int]) -> Any:
-    """A copy of what is changed. Elements of a list may be of different kinds: those that have no such place stay."""
+    """A copy without these nulls. Elements of a list may be of different kinds: those without such a place are kept."""
     step, *rest = steps
     if isinstance(step, int):
         return [_without_nulls(one, rest) for one in value] if isinstance(value, list) else value
@@ -178,21 +179,22 @@ def _without_nulls(value: Any, steps: Sequence[str | int]) -> Any:
     return {name: one for name, one in value.items() if name != step} if value[step] is None else value
 
 
+def _steps(path: str) -> list[str | int]:
+    """Keys and indices; "..." for any key of a dict."""
+    return [int(index) if index.isdigit() else index or key for key, index in _STEP.findall(path)]
+
+
 def _spelled(name: str, steps: list[str | int]) -> str:
     for step in steps:
         name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else step
     return name
 
 
-def _only(values: tuple[Any, ...]) -> str:
-    return f" (only {' or '.join(map(repr, values))})" if values else ""
-
-
 def _field_error(value: Any, path: str, reason: str, name: str) -> RequestError:
-    """Name the field at msgspec's path, under `name`, and the value that stands there."""
-    for key, index in _STEP.findall(path):
-        if index == "...":
+    """The error with the field at msgspec's path, under `name`, and the value there."""
+    for step in _steps(path):
+        if step == "...":
             break
-        name += (f".{key}" if name else key) if key else f"[{index}]"
-        value = value[int(index) if index else key]
+        name = _spelled(name, [step])
+        value = value[step]
     return RequestError(name or "body", value, reason)

@@ -1,5 +1,5 @@
-"""What stands before everything that a server answers, from its first second on: ids and the log, other pages' access
-(CORS), the names that it is asked by, and one spelling of requests.
+"""The outermost ASGI layers, active from the server's start: request ids, the log, CORS, host names, and normalized
+requests.
 
 Knows ASGI and the server's settings.
 """
@@ -18,18 +18,17 @@ from agentspec.server.root_path import RootPath
 
 _METHODS = ("GET", "POST", "DELETE")
 _EXPOSED = ("retry-after", "x-agentspec-ignored-fields", "x-agentspec-max-tokens", "x-request-id")
-"""Headers of ours that a browser would hide from the page that asked."""
+"""Response headers that browsers hide from cross-origin pages unless they are listed."""
 
 
 def in_front_of(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """`app`, a WaitingRoom or a Door, as it is served. Preflights are answered here, so they need no key."""
+    """Wrap `app`, a WaitingRoom or a Door, for serving. CORS preflights are answered here, so they need no key."""
     app = Normalizer(app)
     names = known_names(config)
     if names is not None:
         app = KnownHosts(app, names, config)
     if config.cors_origins:
-        # A key travels in a header that the page sets itself, so cookies and the like (allow_credentials) are never
-        # needed.
+        # Keys are sent in a header that the page sets itself, so cookies (allow_credentials) are never needed.
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,

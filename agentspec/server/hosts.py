@@ -1,8 +1,8 @@
-"""Under which names a server answers.
+"""The host names under which a server answers.
 
-A page in a browser may have its own name resolve to this machine (DNS rebinding), or post here without seeing the
-answer. So a server that listens to its own machine alone answers to that machine's names, and takes nothing from pages
-of other origins. Knows ASGI and the server's settings.
+A page in a browser may make its own name resolve to this machine (DNS rebinding), or post here without reading the
+answer (CSRF). So a server that listens on loopback only answers to loopback names, and refuses pages of other origins.
+Knows ASGI and the server's settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORIGIN = re.compile(r"[^:]+://(.*)", re.ASCII)
 
 
 class KnownHosts:
-    """In front of an app: requests with another name, or from another page, get 403."""
+    """An ASGI layer that answers 403 to requests with an unknown host name or from another origin."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], config: ServerConfig) -> None:
         self._app, self._names = app, names
@@ -60,7 +60,7 @@ def known_names(config: ServerConfig) -> frozenset[str] | None:
 
 
 def _name_of(host: str) -> str | None:
-    """Of a Host header, without its port; None for what is none."""
+    """The name in a Host header, without its port; None if the header is malformed."""
     found = _HOST.fullmatch(host.lower())
     return None if found is None else found[1] if found[1] is not None else found[2].rstrip(".")
 

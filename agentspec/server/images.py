@@ -1,6 +1,6 @@
-"""Images in bodies, for a server that was told to do without them: words that say that one was there.
+"""Replaces images in bodies by a text that says that an image was there.
 
-Knows where the three APIs have their parts, in bodies as they came: what is done here is done before structs read them.
+Knows where the three APIs have their content parts. Works on decoded bodies, before they are converted to structs.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from typing import Any
 WORDS = "[There was an image here, which can't be shown to this model.]"
 
 _TEXT_OF = {"image_url": "text", "image": "text", "input_image": "input_text"}
-"""By the type of an image (chat's, Anthropic's, that of responses): the type of a text in its place."""
+"""By the type of an image part (of chat, Anthropic, responses): the type of the text part in its place."""
 
 
 def without_images(body: Any) -> Any:
-    """A decoded body with texts in the place of images: in messages, in items and in the results of tools. What is
-    wrong is left to others."""
+    """A decoded body with its images replaced: in messages, items and tool results. Malformed bodies are left to
+    validation."""
     if not isinstance(body, dict):
         return body
-    return {name: _without(value) if name in ("messages", "input") else value for name, value in body.items()}
-
-
-def _without(messages: Any) -> Any:
-    return [_shown(message) for message in messages] if isinstance(messages, list) else messages
+    return {
+        name: list(map(_shown, value)) if name in ("messages", "input") and isinstance(value, list) else value
+        for name, value in body.items()
+    }
 
 
 def _shown(holder: Any) -> Any:
-    """A message, an item or a result of a tool, whose parts are in its content or its output."""
+    """A message, an item or a tool result, with the images of its content or output replaced."""
     if not isinstance(holder, dict):
         return holder
     return {
@@ -47,5 +46,5 @@ def _part(part: Any, before: str, behind: str) -> Any:
         return _shown(part)
     if not isinstance(kind, str) or kind not in _TEXT_OF:
         return part
-    mark = {name: part[name] for name in ("cache_control",) if name in part}
+    mark = {"cache_control": part["cache_control"]} if "cache_control" in part else {}
     return {"type": _TEXT_OF[kind], "text": before + WORDS + behind, **mark}

@@ -1,23 +1,23 @@
-"""How many values a JSON text holds, counted as its bytes come: what is small as text may be large as objects, and slow
-for whoever walks over them.
+"""Counts the values of a JSON text as its bytes arrive: a small text may hold very many objects, which are slow to
+process.
 
-Counts at the speed of bytes' own methods, and decodes nothing. Of a text that is no JSON it says something, which is
-all that is needed.
+Runs at the speed of bytes' own methods and decodes nothing. For invalid JSON the counts are arbitrary, which does no
+harm.
 """
 
 from __future__ import annotations
 
 MAX_PARTS = 200_000
-"""Texts (names of fields too), arrays and objects. As many take some 20 ms to decode and as long to convert; a session
-of a million tokens has 50,000."""
+"""Strings (field names included), arrays and objects. This many take about 20 ms to decode and as long to convert; a
+session of a million tokens has 50,000."""
 MAX_VALUES = 2_000_000
-"""The numbers, too: a prompt may be ids."""
+"""Numbers included: a prompt may be token ids."""
 
 _STEP = 1 << 16
 
 
 class JsonCount:
-    """Feed it a text in pieces."""
+    """A counter that is fed a text in pieces."""
 
     def __init__(self) -> None:
         self._in_text = False
@@ -32,7 +32,7 @@ class JsonCount:
 
     @property
     def excess(self) -> str | None:
-        """In words what there is too much of."""
+        """The limit that is exceeded, in words; None: within the limits."""
         if self.num_parts > MAX_PARTS:
             return f"holds more than {MAX_PARTS:,} texts, arrays and objects"
         if self.num_values > MAX_VALUES:

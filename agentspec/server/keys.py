@@ -1,6 +1,6 @@
-"""Which keys there are: those of the command line, and those of a file that may change while the server runs.
+"""The API keys: those of the command line, and those of a file that may change while the server runs.
 
-Owns the file's form, and finding the tenant of a request by its headers. What a tenant may do is tenants.py's business.
+Owns the file's format, and finding a request's tenant by its headers. What a tenant may do is in tenants.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from agentspec.errors import ConfigError
 from agentspec.server.tenants import NOBODY, Limits, Tenant
 
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
-"""Of keys and groups: TOML takes these without quotes, and none has a slash (Tenant.namespace)."""
+"""Names of keys and groups: TOML accepts these without quotes, and none contains a slash (Tenant.namespace)."""
 _NAME_RULE = "must be 1 to 64 letters, digits, - and _"
 _DIGEST = re.compile("[0-9A-Fa-f]{64}")
 _NUMBERS = {"max-running": 1, "max-queue": 0, "tokens-per-minute": 1}
-"""An entry's limits, each with its lowest value."""
+"""An entry's limits, each with its minimum."""
 _FIELDS = ("hash", "group", *_NUMBERS)
 _HIDDEN = "(hidden)"
-"""In the place of what might be a key that somebody wrote where it doesn't belong."""
+"""Shown in errors in place of a value that might be a misplaced key."""
 
 _log = logging.getLogger("agentspec")
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("agentspec")
 class Entry:
     name: str
     digests: tuple[bytes, ...]
-    """SHA-256 of each key that may be brought under this name: while keys are changed, two."""
+    """SHA-256 of each key valid under this name: two while keys are rotated."""
     group: str | None = None
     limits: Limits
 
@@ -47,7 +47,8 @@ class Keys:
     def __init__(
         self, api_keys: Sequence[str] = (), file: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """api_keys: each a tenant of its own, by its place. Raises ConfigError naming file, entry, field and value."""
+        """api_keys: each becomes a tenant, named by its position. Raises ConfigError naming file, entry, field and
+        value."""
         self._plain = [
             Entry(name=f"api-key:{place}", digests=(sha256(key.encode("ascii")).digest(),), limits=Limits())
             for place, key in enumerate(dict.fromkeys(api_keys), start=1)
@@ -57,21 +58,21 @@ class Keys:
         self._secret = secrets.token_bytes(32)
         self._by_digest: dict[bytes, Tenant] = {}
         self.tenants: dict[str, Tenant] = {}
-        """By name; empty: nobody is asked for a key. The same object for ever."""
-        self._take(self._read())
+        """By name; empty: no key is required. The dict itself is never replaced."""
+        self._load()
 
     def reload(self) -> None:
-        """Read the file again. One that is wrong is reported, and nothing changes."""
+        """Read the file again. If it is invalid, log the error and change nothing."""
         try:
-            self._take(self._read())
+            self._load()
         except ConfigError as error:
             _log.error("the keys stay as they were: %s", error)
         else:
             _log.info("the keys were read again: %s", ", ".join(self.tenants))
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant | None:
-        """Whose key is among a request's headers (names in lower case); None: nobody's. Without any keys it is
-        NOBODY."""
+        """The tenant of the key among a request's headers (names in lower case); None without a valid key. NOBODY if no
+        keys are configured."""
         if not self.tenants:
             return NOBODY
         for name, value in headers:
@@ -84,10 +85,9 @@ class Keys:
                 return found
         return None
 
-    def _read(self) -> list[Entry]:
-        return self._plain if self._file is None else [*self._plain, *read_entries(self._file)]
-
-    def _take(self, entries: Sequence[Entry]) -> None:
+    def _load(self) -> None:
+        """Read the file and apply its entries. Nothing changes if it raises ConfigError."""
+        entries = self._plain if self._file is None else [*self._plain, *read_entries(self._file)]
         owners: dict[bytes, str] = {}
         for entry in entries:
             for digest in entry.digests:
@@ -99,17 +99,16 @@ class Keys:
         for name in self.tenants.keys() - {entry.name for entry in entries}:
             del self.tenants[name]
         for entry in entries:
-            self.tenants.setdefault(entry.name, Tenant(entry.name, self._clock)).apply(entry.group, entry.limits)
+            self.tenants.setdefault(entry.name, Tenant(entry.name, self._clock)).set_limits(entry.group, entry.limits)
         self._by_digest = {self._blinded(digest): self.tenants[name] for digest, name in owners.items()}
 
     def _blinded(self, digest: bytes) -> bytes:
-        """What digests are looked up by: nobody outside knows it, so the time of a comparison says nothing of the
-        digests that are there."""
+        """The lookup key of a digest. It depends on a secret, so that lookup times reveal nothing about the digests."""
         return hmac.digest(self._secret, digest, "sha256")
 
 
 def read_entries(file: str) -> list[Entry]:
-    """The entries of a file of keys: at least one. Raises ConfigError naming file, entry, field and value."""
+    """The entries of a key file: at least one. Raises ConfigError naming file, entry, field and value."""
     tables = read_toml("keys", file)
     if not tables:
         raise ConfigError("keys", file, "holds no key")
@@ -117,7 +116,7 @@ def read_entries(file: str) -> list[Entry]:
 
 
 def new_key(name: str) -> str:
-    """A key that nobody can guess and its entry, for people to read. Raises ConfigError for what can't be a name."""
+    """A new random key and its entry, as text. Raises ConfigError for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError("name", name, _NAME_RULE)
     key = "agentspec-" + secrets.token_urlsafe(32)
@@ -125,7 +124,7 @@ def new_key(name: str) -> str:
 
 
 def _entry(place: str, name: str, table: Any) -> Entry:
-    """place: what errors call the entry."""
+    """place: the entry's name in errors."""
     if not _NAME.fullmatch(name):
         raise ConfigError(place, name, _NAME_RULE)
     if not isinstance(table, dict):

@@ -1,4 +1,4 @@
-"""Scored tokens in OpenAI's two shapes: lists beside each other (completions), and one object a token (chat).
+"""Token scores in OpenAI's two shapes: parallel lists (completions), and one object per token (chat).
 
 Knows scores and a tokenizer's bytes; nothing of requests.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from agentspec.types import TokenScore
 
 LEAST = -9999.0
-"""What OpenAI says for a token that can't come; minus infinity is no JSON."""
+"""OpenAI's value for an impossible token: JSON has no minus infinity."""
 
 
 class CompletionLogprobs:
-    """tokens, token_logprobs, top_logprobs and text_offset of one choice, run by run.
+    """tokens, token_logprobs, top_logprobs and text_offset of one choice, built incrementally.
 
     top_logprobs holds the most likely tokens and the token itself. text_offset counts characters of the decoded text; a
-    token that ends a character begun before it starts at that character."""
+    token that completes a character begun by an earlier token has that character's offset."""
 
     def __init__(self, token_bytes: Sequence[bytes] | None) -> None:
         self._token_bytes = token_bytes
@@ -27,7 +27,7 @@ class CompletionLogprobs:
         self._length = 0
 
     def body(self, ids: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
-        """The next tokens. A score is None for a token that nothing stands before: its entries are null."""
+        """The next tokens. A score is None for a token without a predecessor: its entries are null."""
         return {
             "tokens": [token_name(token, self._token_bytes) for token in ids],
             "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],

@@ -1,32 +1,32 @@
 """/v1/messages and its count_tokens: Anthropic's API.
 
-Owns the way from a body to a turn and back. What a body means is messages_request.py's business, what an answer looks
-like messages_events.py's.
+Owns the endpoints: from a body to a turn, and from a turn to the answer. The meaning of a body is in
+messages_request.py, the shape of an answer in messages_events.py.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
-from agentspec.server import answer_shapes, events, messages_request
+from agentspec.server import answer_shapes, events, messages_request, token_room
+from agentspec.server.errors import ANTHROPIC_ROOT
 from agentspec.server.messages_edits import count_body
-from agentspec.server.messages_events import PING, MessageEvents, frames, put_together
-from agentspec.server.messages_request import CountRequest, MessagesRequest
+from agentspec.server.messages_events import PING, MessageEvents, assembled_message
+from agentspec.server.messages_request import CountRequest, DisabledThinking, MessagesRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
-from agentspec.server.sse import StreamHead
+from agentspec.server.sse import StreamHead, frames, named_frame
 from agentspec.server.tables.messages import COUNT, MESSAGES
-from agentspec.server.token_room import headers
-from agentspec.server.turn import TurnRequest, begin, build_prompt
+from agentspec.server.turn import TurnRequest, begin_turns, build_prompt
 from agentspec.text.prompt import BuiltPrompt
-from agentspec.wire import EngineClient, Submit
-
-_PATH = "/v1/messages"
+from agentspec.wire import Event
 
 _NAMES = {
     "prompt_ids": "messages",
@@ -34,7 +34,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-"""Fields that this API calls otherwise."""
+"""Fields that have another name in this API."""
 
 _TOOL = re.compile(r"tools\[(\d+)\]")
 
@@ -43,18 +43,19 @@ async def answer(service: Service, call: Call) -> Response:
     """POST /v1/messages."""
     asked = service.named(messages_request.parse_messages(call.body, call.notes))
     try:
-        (turn,) = await begin(service, _turn_request(service, asked, call))
+        (turn,) = await begin_turns(service, _turn_request(service, asked, call))
         _check_thinking(asked, turn.prompt)
         tells_edits = asked.context_management is not None
         told = MessageEvents(
             turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking, tells_edits=tells_edits
         )
+        stream, headers = events.generate(service.engine, turn.submit), token_room.headers(turn.clamped)
         if asked.stream:
-            head = StreamHead(renamed=lambda error: _renamed(error, asked), keep_alive=PING)
-            return await FrameResponse.begin(
-                frames(events.generate(service.engine, turn.submit), told, _PATH, head), head, headers(turn.clamped)
+            head = StreamHead(
+                renamed=lambda error: _renamed(error, asked), keep_alive=PING, frame=named_frame, ending=b""
             )
-        return json_response(await complete(service.engine, turn.submit, told), headers=headers(turn.clamped))
+            return await FrameResponse.begin(frames(stream, told, head), head, headers)
+        return json_response(await complete(stream, told), headers=headers)
     except RequestError as error:
         raise _renamed(error, asked) from None
 
@@ -75,7 +76,7 @@ async def count_tokens(service: Service, call: Call) -> Response:
 ROUTES = (
     Route(
         method="POST",
-        path=_PATH,
+        path=ANTHROPIC_ROOT,
         handle=answer,
         body=MessagesRequest,
         table=MESSAGES,
@@ -84,7 +85,7 @@ ROUTES = (
     ),
     Route(
         method="POST",
-        path=f"{_PATH}/count_tokens",
+        path=f"{ANTHROPIC_ROOT}/count_tokens",
         handle=count_tokens,
         body=CountRequest,
         table=COUNT,
@@ -93,29 +94,28 @@ ROUTES = (
 )
 
 
-async def complete(engine: EngineClient, submit: Submit, told: MessageEvents) -> dict[str, Any]:
-    """The whole message: the same events as streamed, put together."""
-    parts, end = await events.collect(engine, submit)
-    added = [event for part in parts for event in told.tokens(part)]
-    return put_together([*told.opening(), *added, *told.finish(end)])
+async def complete(stream: AsyncGenerator[Event, None], told: MessageEvents) -> dict[str, Any]:
+    """The whole message, assembled from the events that a stream would have."""
+    async with aclosing(stream):
+        added = [one async for event in stream for one in told.convert(event)]
+    return assembled_message([*told.opening(), *added])
 
 
 def _turn_request(service: Service, asked: CountRequest, call: Call) -> TurnRequest:
-    prompts = service.chat_text("messages", asked.messages).prompts
-    assert prompts is not None
+    _, prompts = service.chat_text("messages", asked.messages)
     return messages_request.turn_request(asked, session_of(call.headers, None), prompts.template_reads)
 
 
 def _check_thinking(asked: CountRequest, prompt: BuiltPrompt) -> None:
-    """Thinking can't be switched off where the template begins it whatever it is told."""
-    if asked.wants_no_thinking and prompt.reasoning_open and not prompt.begun.turn.content:
+    """Refuse disabled thinking if the template starts every answer with thinking anyway."""
+    if isinstance(asked.thinking, DisabledThinking) and prompt.reasoning_open and not prompt.begun.turn.content:
         raise RequestError(
             "thinking.type", "disabled", "this checkpoint's chat template begins every answer with thinking"
         )
 
 
 def _renamed(error: RequestError, asked: CountRequest) -> RequestError:
-    """The error in the words of this API."""
+    """The error with this API's field names."""
     field = _NAMES.get(error.field, error.field)
     if found := _TOOL.match(field):
         places = [place for place, tool in enumerate(asked.tools) if tool.is_own]

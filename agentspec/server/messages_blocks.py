@@ -1,7 +1,7 @@
-"""Blocks of Anthropic's messages that a model of text can't be shown as they are: what they hold as text, or nothing.
+"""Replaces blocks of Anthropic's messages that a text model can't read by the texts in them.
 
-Histories carry the blocks of tools that Anthropic ran (searches, fetches, code), documents, and kinds that are newer
-than this server. Knows of bodies as they came: what is done here is done before structs read them.
+Histories contain blocks of tools that Anthropic ran (searches, fetches, code), documents, and kinds that are newer than
+this server. Works on decoded bodies, before they are converted to structs.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from agentspec.errors import RequestError
 from agentspec.server.fields import Notes
 
 _READ = frozenset(("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"))
-"""Left to the structs, which take them or say what is wrong. An image is no block with a text: it is not left out
-here."""
+"""Kinds that validation handles. An image has no text to keep, so it is not replaced here."""
 
 _TEXTS = ("title", "context", "url", "text", "stdout", "stderr", "content", "source", "data")
-"""Where blocks hold texts, at any depth, in the order in which they are read."""
+"""Keys that hold texts, at any depth, in reading order."""
 
 _CLOSED = frozenset(("base64", "url", "file", "image"))
-"""Types of sources and parts whose content is no text, or is somewhere else."""
+"""Types of sources and parts that contain no text, or refer to it elsewhere."""
 
 
 def readable(messages: Any, notes: Notes, tools: Collection[str]) -> Any:
-    """The `messages` of a body, as they came, with texts in the place of blocks that only have some. What is lost is
-    noted, by its type. `tools`: names that results may refer to.
+    """The `messages` of a decoded body, with unreadable blocks replaced by their texts. Types of blocks that lose
+    content are noted.
 
-    A block without text becomes an empty one, so that the places of the others stay. What is wrong is left to the
-    structs."""
+    tools: names that tool references may have. A block without text becomes an empty text block, so that the indices of
+    the others stay. Malformed messages are left to validation."""
     if not isinstance(messages, list):
         return messages
     return [
@@ -39,16 +38,16 @@ def readable(messages: Any, notes: Notes, tools: Collection[str]) -> Any:
 
 def _message(message: dict[str, Any], field: str, notes: Notes, tools: Collection[str]) -> dict[str, Any]:
     content = message.get("content")
-    if not isinstance(content, list) or all(_is_whole(block, tools) for block in content):
+    if not isinstance(content, list) or all(_is_readable(block, tools) for block in content):
         return message
     return {**message, "content": _blocks(content, f"{field}.content", notes, tools)}
 
 
-def _is_whole(block: Any, tools: Collection[str], *, in_result: bool = False) -> bool:
-    """Nothing is to be done about it."""
+def _is_readable(block: Any, tools: Collection[str], *, in_result: bool = False) -> bool:
+    """Whether the block can stay as it is."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "tool_result" and isinstance(block.get("content"), list):
-        return all(_is_whole(part, tools, in_result=True) for part in block["content"])
+        return all(_is_readable(part, tools, in_result=True) for part in block["content"])
     if in_result and kind == "tool_reference":
         name = block.get("tool_name")
         return not isinstance(name, str) or name in tools
@@ -61,7 +60,7 @@ def _blocks(
     shown = []
     for index, block in enumerate(blocks):
         place = f"{field}[{index}]"
-        if _is_whole(block, tools, in_result=in_result):
+        if _is_readable(block, tools, in_result=in_result):
             shown.append(block)
         elif block["type"] == "tool_result":
             shown.append(
@@ -70,7 +69,7 @@ def _blocks(
         else:
             before, behind = "\n\n" if index else "", "\n\n" if index < len(blocks) - 1 else ""
             text = _text(block, place, notes)
-            mark = {name: block[name] for name in ("cache_control",) if name in block}
+            mark = {"cache_control": block["cache_control"]} if "cache_control" in block else {}
             shown.append({"type": "text", "text": f"{before}{text}{behind}" if text else "", **mark})
     return shown
 
@@ -86,7 +85,7 @@ def _text(block: dict[str, Any], field: str, notes: Notes) -> str:
 
 
 def _texts(value: Any, closed: list[str]) -> Iterator[str]:
-    """What can't be read is added to `closed` by its type."""
+    """Types of unreadable parts are appended to `closed`."""
     if isinstance(value, str):
         if value.strip():
             yield value

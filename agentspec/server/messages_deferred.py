@@ -1,8 +1,7 @@
-"""Tools that a request of Anthropic's API defers (`defer_loading`): shown to the model where the result of a search
-names them.
+"""Deferred tools of Anthropic's API (`defer_loading`): shown to the model where a search result names them.
 
-So a tool that is found changes nothing of the prompt before the result, and the cached prefix stays. Owns which tools
-are shown at once, and how one is written into a result: as Claude Code's ToolSearch tells its model. Knows nothing of
+A tool that is found changes nothing of the prompt before the result, so the cached prefix stays valid. Owns which tools
+are shown at once, and the format of a definition in a result: that of Claude Code's ToolSearch. Knows nothing of
 messages or prompts.
 """
 
@@ -14,12 +13,11 @@ from collections.abc import Sequence
 from agentspec.server.messages_tools import Tool
 
 _ANTHROPICS_SEARCH = "tool_search_tool_"
-"""What the types of Anthropic's own search begin with. This server doesn't have it."""
+"""Prefix of the types of Anthropic's own search tools, which this server doesn't have."""
 
 
 def deferred(tools: Sequence[Tool]) -> frozenset[str]:
-    """Names of the tools that aren't shown at once; none where the request has no tool of its own that could find
-    them."""
+    """Names of the tools that aren't shown at once; empty if the request has no client tool that could find them."""
     own = [tool for tool in tools if tool.is_own]
     if any((tool.type or "").startswith(_ANTHROPICS_SEARCH) for tool in tools) or all(
         tool.defer_loading for tool in own
@@ -29,7 +27,7 @@ def deferred(tools: Sequence[Tool]) -> frozenset[str]:
 
 
 def definitions(tools: Sequence[Tool]) -> dict[str, str]:
-    """How each of the client's tools is written into a result, by its name."""
+    """The text by which a result shows each of the client's tools, by name."""
     return {tool.name: _definition(tool) for tool in tools if tool.is_own}
 
 

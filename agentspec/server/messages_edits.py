@@ -1,6 +1,6 @@
-"""Anthropic's context_management: which edits of a conversation a body asks for, and how an answer tells what was done.
+"""Anthropic's context_management: the edits that a body requests, and the report of applied edits in an answer.
 
-Owns these shapes. What an edit does to messages is text/context_edits.py's business.
+Owns these shapes. The edits themselves are in text/context_edits.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ClearToolUsesEdit(
     clear_at_least: InputTokens | None = None
     exclude_tools: list[str] = []
     clear_tool_inputs: bool | list[str] = False
-    """A list: of these tools."""
+    """A list: of these tools only."""
 
     def edit(self) -> ContextEdit:
         inputs = self.clear_tool_inputs
@@ -77,7 +77,7 @@ class ClearToolUsesEdit(
 
 class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     edits: list[ClearThinkingEdit | ClearToolUsesEdit] = []
-    """Made in this order."""
+    """Applied in this order."""
 
 
 def applied_body(applied: Sequence[AppliedEdit]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def applied_body(applied: Sequence[AppliedEdit]) -> dict[str, Any]:
 
 
 def count_body(applied: Sequence[AppliedEdit], prompt_len: int) -> dict[str, Any]:
-    """`context_management` of a count."""
+    """`context_management` of a token count."""
     return {"original_input_tokens": prompt_len + sum(one.saved_len for one in applied)}
 
 

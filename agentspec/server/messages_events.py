@@ -1,4 +1,4 @@
-"""A turn as Anthropic's API tells it: content blocks, stop reason and usage, as the events of a stream or put together.
+"""A turn in Anthropic's shapes: content blocks, stop reason and usage, as stream events or as one message.
 
 Owns these shapes. Knows turns and their text events, and nothing of requests or HTTP.
 """
@@ -7,47 +7,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from agentspec.errors import EngineClosedError
-from agentspec.server import sse
 from agentspec.server.answers import metrics_body
+from agentspec.server.errors import ANTHROPIC_ROOT, ApiError
 from agentspec.server.messages_edits import applied_body
 from agentspec.server.token_room import usage_part
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import BLOCK_TOKENS, FinishReason
-from agentspec.wire import Event, FinishEvent, ModelInfo, TokensEvent, Usage
+from agentspec.wire import Event, FinishEvent, ModelInfo, Usage
 
 StreamEvent = dict[str, Any]
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-"""What this API's streams have in the place of sse.KEEP_ALIVE."""
+"""The keep-alive of this API's streams, in place of sse.KEEP_ALIVE."""
 
 
 class MessageEvents:
-    """The events of one message: `opening` once, `tokens` as they come, `finish` once."""
+    """The events of one message. Implements sse.Streamed."""
 
     def __init__(
         self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool, tells_edits: bool = False
     ) -> None:
-        """tells_edits: of the conversation, whether any was made or not."""
+        """tells_edits: report context edits, even if none was applied."""
         self._turn = turn
         self._tells_edits = tells_edits
         self._info = info
         self._model = model
         self._omits_thinking = omits_thinking
         self._kind: str | None = None
-        """Of the block that is open."""
+        """Type of the open block."""
         self._index = -1
         self._thought: list[str] = []
 
     def opening(self) -> list[StreamEvent]:
-        """What of the prompt was cached is known only in the end: until then all of it counts as input."""
+        """The first events. The number of cached tokens is known only at the end: until then the whole prompt counts as
+        input."""
         submit = self._turn.submit
         message: dict[str, Any] = {
             "id": f"msg_{submit.request_id}",
@@ -64,12 +63,14 @@ class MessageEvents:
         }
         return [{"type": "message_start", "message": message}]
 
-    def tokens(self, event: TokensEvent) -> list[StreamEvent]:
-        return self._told(self._turn.push(event))
+    def convert(self, event: Event) -> list[StreamEvent]:
+        return self._finish(event) if isinstance(event, FinishEvent) else self._told(self._turn.push(event))
 
-    def finish(self, event: FinishEvent) -> list[StreamEvent]:
-        """The rest of the text, the stop reason, and what the answer cost. Raises EngineClosedError for a turn that was
-        aborted."""
+    def failed(self, error: ApiError) -> list[StreamEvent]:
+        return [error.body(ANTHROPIC_ROOT)]
+
+    def _finish(self, event: FinishEvent) -> list[StreamEvent]:
+        """The rest of the text, the stop reason and the usage. Raises EngineClosedError for an aborted turn."""
         end = self._turn.finish(event)
         told = [*self._told(end.events), *self._closed()]
         usage = usage_body(end.usage, marked_end=self._turn.prompt.marked_end, thinking_tokens=end.reasoning_tokens)
@@ -103,8 +104,7 @@ class MessageEvents:
         return told
 
     def _opened(self, block: dict[str, Any]) -> list[StreamEvent]:
-        """A block of this kind is open afterwards: none is opened if it is already, and one of another kind is
-        closed."""
+        """Make sure that a block of this kind is open: close one of another kind, and open a new one if needed."""
         if self._kind == block["type"]:
             return []
         closed = self._closed()
@@ -125,9 +125,9 @@ class MessageEvents:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
-    """The whole message that the events of a finished stream tell. A call that was cut has no input: its JSON text is
-    not complete."""
+def assembled_message(told: Iterable[StreamEvent]) -> dict[str, Any]:
+    """Assemble the whole message from the events of a finished stream. A call that was cut off gets an empty input,
+    since its JSON text is incomplete."""
     message: dict[str, Any] = {}
     inputs: dict[int, list[str]] = {}
     for event in told:
@@ -147,34 +147,14 @@ def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
             message["usage"] |= event["usage"]
             message |= {name: event[name] for name in ("metrics", "context_management") if name in event}
     for index, parts in inputs.items():
-        message["content"][index]["input"] = _object("".join(parts))
+        with suppress(ValueError):  # a call that was cut off keeps its empty input
+            message["content"][index]["input"] = json.loads("".join(parts))
     return message
 
 
-async def frames(
-    events: AsyncGenerator[Event, None], told: MessageEvents, path: str, head: sse.StreamHead
-) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream, one item per engine event, ended by message_stop or an error event.
-
-    An error before the first event is raised while `head` isn't sent."""
-    started = False
-    async with aclosing(events):
-        try:
-            async for event in events:
-                opening = [] if started else told.opening()
-                started = True
-                added = told.finish(event) if isinstance(event, FinishEvent) else told.tokens(event)
-                if opening or added:
-                    yield b"".join(map(_frame, opening + added))
-        except Exception as error:
-            if not (started or head.is_sent):
-                raise
-            yield _frame(head.described(error).body(path))
-
-
 def usage_body(usage: Usage, *, marked_end: int, thinking_tokens: int) -> dict[str, Any]:
-    """Anthropic's usage, whose three counts of input add up to the prompt: what the cache had, what the client's marks
-    (`marked_end`: tokens up to the last one) added to it, and the rest."""
+    """Anthropic's usage. Its three input counts add up to the prompt: tokens read from the cache, tokens that the
+    client's cache marks added to it (up to `marked_end`, the end of the last mark), and the rest."""
     cached = usage.cached_tokens
     added = max(0, min(marked_end, usage.prompt_tokens) // BLOCK_TOKENS * BLOCK_TOKENS - cached)
     return {
@@ -197,18 +177,5 @@ def _stop(end: TurnEnd) -> dict[str, Any]:
 
 
 def _signature(thinking: str) -> str:
-    """Names the text. Clients take a block without a signature for none that they may send back."""
+    """A hash of the text. Clients don't send back a thinking block without a signature."""
     return hashlib.blake2b(thinking.encode(), digest_size=16).hexdigest()
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return {}
-    return value
-
-
-def _frame(event: StreamEvent) -> bytes:
-    name: str = event["type"]
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

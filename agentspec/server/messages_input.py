@@ -1,5 +1,5 @@
-"""Anthropic's messages, block by block, as the messages that templates are written for, and where their cache_control
-stands.
+"""Converts Anthropic's messages and blocks to OpenAI's message objects, which chat templates expect, and collects the
+places of cache_control.
 
 Owns the structs of messages and blocks. Knows nothing of the rest of a body, of prompts or of HTTP.
 """
@@ -19,7 +19,7 @@ from agentspec.text.chat_template import MessageMark
 class CacheControl(msgspec.Struct, frozen=True):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    """Without effect: what was used last stays longest, for as long as there is room."""
+    """Without effect: eviction is least recently used."""
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -39,19 +39,19 @@ class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
 
 class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
     data: str
-    """Another provider's: it has no text that we could know."""
+    """Encrypted by another provider: it has no readable text."""
 
 
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] | None = None
-    """None: without arguments, as histories of other clients have it."""
+    """None: without arguments, as in histories of other clients."""
     cache_control: CacheControl | None = None
 
 
 class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
-    """A tool of the request, which a search has found."""
+    """A tool of the request that a search has found."""
 
     tool_name: str
     cache_control: CacheControl | None = None
@@ -73,7 +73,7 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
         return [part.tool_name for part in self.parts if isinstance(part, ToolReferenceBlock)]
 
     def text(self, tools: Mapping[str, str]) -> str:
-        """What the model reads. An error says so, since templates have no other place for it. `tools`:
+        """The text that the model reads. Errors get a prefix, since templates have no field for them. tools: see
         messages_deferred.definitions."""
         text = ""
         for kind, row in groupby(self.parts, type):
@@ -103,7 +103,7 @@ class SystemMessage(msgspec.Struct, frozen=True, tag_field="role", tag="system")
 
 
 class DeveloperMessage(SystemMessage, frozen=True, tag_field="role", tag="developer"):
-    """OpenAI's newer word for the same."""
+    """OpenAI's newer name of the system role."""
 
 
 InputMessage = UserMessage | AssistantMessage | SystemMessage | DeveloperMessage
@@ -123,10 +123,10 @@ def found_tools(messages: Sequence[InputMessage]) -> frozenset[str]:
 def converted(
     system: str | Sequence[TextBlock], messages: Sequence[InputMessage], tools: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[MessageMark]]:
-    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are.
-    `tools`: what a result that refers to one of them says, by name.
+    """Convert to OpenAI's message objects and the places of cache_control in them. The texts of one message are
+    concatenated. tools: by name, the text that a result shows for a reference to a tool.
 
-    Raises RequestError for an order of messages or blocks that can't be told to the model."""
+    Raises RequestError for an order of messages or blocks that can't be rendered."""
     conversation = _Conversation(tools)
     if system:
         conversation.add_texts("system", system)
@@ -141,8 +141,8 @@ def converted(
 
 
 def begins_answer(conversation: Sequence[dict[str, Any]], messages: Sequence[InputMessage]) -> bool:
-    """The last of the `converted` messages is the beginning of the answer. Raises RequestError where none can go on
-    from it."""
+    """Whether the last of the `converted` messages is the start of the answer. Raises RequestError if it can't be
+    continued."""
     if conversation[-1]["role"] != "assistant":
         return False
     if "tool_calls" in conversation[-1]:
@@ -155,7 +155,7 @@ def begins_answer(conversation: Sequence[dict[str, Any]], messages: Sequence[Inp
 
 
 class _Conversation:
-    """Messages on their way into OpenAI's form."""
+    """Builds the messages in OpenAI's form."""
 
     def __init__(self, tools: Mapping[str, str]) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -172,8 +172,8 @@ class _Conversation:
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, message: UserMessage, field: str) -> None:
-        """Results become messages of their own, before the text wherever it stands: agents put their reminders on
-        either side."""
+        """Add a user message. Results become messages of their own, before the text: agents put reminders before or
+        after them."""
         if isinstance(message.content, str):
             self.add_texts("user", message.content)
             return
@@ -185,7 +185,8 @@ class _Conversation:
             self.add_texts("user", texts)
 
     def add_assistant(self, message: AssistantMessage) -> None:
-        """Assistant messages in a row are one turn, cut apart by the client: results follow its last one."""
+        """Add an assistant message. Consecutive ones are one turn that the client has split: results follow its last
+        part."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         turn = self.messages[-1]

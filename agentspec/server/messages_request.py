@@ -1,7 +1,7 @@
-"""Request bodies of /v1/messages and its count_tokens, as tables/messages.py says what is served.
+"""Request bodies of /v1/messages and its count_tokens; tables/messages.py lists the fields.
 
-Owns Anthropic's structs of a request and what they mean as a TurnRequest, but for the messages themselves. Knows
-nothing of events or of HTTP.
+Owns Anthropic's request structs and their conversion to a TurnRequest, except for the messages. Knows nothing of events
+or HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentspec.text.constraints import OutputForm
 from agentspec.types import SamplingParams
 
 MAX_MARKS = 4
-"""Places with cache_control in one request, as at Anthropic."""
+"""Maximum number of places with cache_control in one request, as in Anthropic's API."""
 
 _THINKING_SWITCH = "enable_thinking"
 _KEEPS_THINKING = "preserve_thinking"
@@ -35,14 +35,13 @@ _KEEPS_THINKING = "preserve_thinking"
 
 class _Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted`: blocks of thinking come without their text. There are no summaries: the text itself is in the
-    answer."""
+    """`omitted`: thinking blocks have no text. There are no summaries: by default the answer contains the whole
+    thinking."""
 
 
 class EnabledThinking(_Thinking, frozen=True, kw_only=True, tag="enabled"):
     budget_tokens: int
-    """An aim that the model isn't told of, so that any number will do: thinking counts towards max_tokens, and only
-    that bounds it."""
+    """Without effect, so any number is accepted. Thinking counts towards max_tokens, which is its only limit."""
 
 
 class AdaptiveThinking(_Thinking, frozen=True, kw_only=True, tag="adaptive"):
@@ -60,12 +59,12 @@ class JsonFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: str | None = None
-    """Any word, as in chat."""
+    """Any text, as in chat."""
     format: JsonFormat | None = None
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     model: str
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
@@ -78,16 +77,12 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The older name of output_config.format."""
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
-    """A mark behind the last message."""
+    """A cache mark at the end of the last message."""
     cache_salt: str = ""
     """Not Anthropic's: prefixes are shared only among requests with the same salt."""
 
-    @property
-    def wants_no_thinking(self) -> bool:
-        return isinstance(self.thinking, DisabledThinking)
-
     def form(self) -> OutputForm | None:
-        """Raises RequestError for two forms."""
+        """The requested form of the output. Raises RequestError for two different ones."""
         name = "output_config.format" if self.output_format is None else "output_format"
         asked = self.output_format or self.output_config.format
         if self.output_config.format not in (None, asked):
@@ -125,8 +120,8 @@ _Request = TypeVar("_Request", bound=CountRequest)
 
 
 def parse_messages(body: Any, notes: Notes | None = None) -> MessagesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
-    nobody knows."""
+    """Check a decoded JSON body. Raises RequestError for the first field that is refused or wrong. notes: collects
+    unknown fields."""
     return _parsed(body, MessagesRequest, MESSAGES, notes or Notes(), required=("model", "max_tokens", "messages"))
 
 
@@ -136,9 +131,9 @@ def parse_count(body: Any, notes: Notes | None = None) -> CountRequest:
 
 
 def turn_request(asked: CountRequest, session_id: str | None, template_reads: Collection[str]) -> TurnRequest:
-    """The turn that a body asks for. `template_reads`: variables of the checkpoint's chat template.
+    """Convert a body to a turn. template_reads: the variables that the checkpoint's chat template uses.
 
-    Raises RequestError for what doesn't fit together, or what the template can't do."""
+    Raises RequestError for fields that contradict each other, or that the template doesn't support."""
     messages, in_messages = converted(asked.system, asked.messages, definitions(asked.tools))
     own = [tool for tool in asked.tools if tool.is_own]
     hidden = deferred(asked.tools)
@@ -148,9 +143,7 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
     if len(marks) > MAX_MARKS:
         raise RequestError("cache_control", len(marks), f"at most {MAX_MARKS} places may have it")
     continues = begins_answer(messages, asked.messages)
-    thinking = (
-        _no_thinking(asked.thinking, template_reads) if continues else _thinking_kwargs(asked.thinking, template_reads)
-    )
+    thinking = _thinking_kwargs(asked.thinking, template_reads, continues=continues)
     edits = [] if asked.context_management is None else asked.context_management.edits
     wanted = demand(asked.tool_choice, asked.tools)
     unknown = (
@@ -185,7 +178,7 @@ def _parsed(body: Any, kind: type[_Request], table: FieldTable, notes: Notes, *,
 
 
 def _tool_marks(tools: Sequence[Tool]) -> list[CacheMark]:
-    """Places among the tools that the model is shown."""
+    """Cache marks among the tools that the model is shown."""
     marks: list[CacheMark] = []
     num_shown = 0
     for tool in tools:
@@ -196,31 +189,24 @@ def _tool_marks(tools: Sequence[Tool]) -> list[CacheMark]:
 
 
 def _thinking_kwargs(
-    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]
+    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str], *, continues: bool
 ) -> dict[str, Any]:
-    """Without the field, or without the switch, the template decides; adaptive thinking is thinking where there is a
-    choice."""
-    if thinking is None or _THINKING_SWITCH not in reads:
-        return {}
-    return {_THINKING_SWITCH: not isinstance(thinking, DisabledThinking)}
-
-
-def _no_thinking(
-    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]
-) -> dict[str, Any]:
-    """An answer that has begun is past its thinking."""
-    if isinstance(thinking, EnabledThinking):
+    """Template variables for `thinking`. An answer that continues a message is past its thinking. Otherwise, without
+    the field or without the variable, the template decides; adaptive thinking counts as enabled."""
+    if continues and isinstance(thinking, EnabledThinking):
         raise RequestError(
             "thinking.type",
             "enabled",
             "can't go together with a last message of the assistant's, whose text the answer goes on from",
         )
-    return {_THINKING_SWITCH: False} if _THINKING_SWITCH in reads else {}
+    if _THINKING_SWITCH not in reads or (thinking is None and not continues):
+        return {}
+    return {_THINKING_SWITCH: not (continues or isinstance(thinking, DisabledThinking))}
 
 
 def _keeping_kwargs(edits: Sequence[object], reads: Collection[str]) -> dict[str, Any]:
-    """Who says which thinking to clear says that the rest is to be kept, so the template must not drop it by a rule of
-    its own."""
+    """A request that says which thinking to clear wants the rest to be kept, so the template must not drop thinking by
+    its own rules."""
     return (
         {_KEEPS_THINKING: True}
         if _KEEPS_THINKING in reads and any(isinstance(edit, ClearThinkingEdit) for edit in edits)

@@ -1,7 +1,8 @@
-"""Tools of Anthropic's requests: the client's own, those whose schema Anthropic keeps, and those that Anthropic runs.
+"""Tools of Anthropic's requests: the client's own, those with a schema defined by Anthropic, and those that Anthropic
+runs.
 
-Owns the structs of tools and of their choice, and what becomes of tools that have no schema of their own. Knows nothing
-of the rest of a body.
+Owns the structs of tools and tool_choice, and the handling of tools without a schema in the request. Knows nothing of
+the rest of a body.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from agentspec.server.messages_input import CacheControl
 from agentspec.text.constraints import ToolDemand
 
 _ANTHROPICS = re.compile(r"[a-z0-9_]{1,40}_\d{8}|mcp_toolset")
-"""Types of tools that Anthropic defines: a name and the day of its version."""
+"""Types of tools that Anthropic defines: a name and the date of its version."""
 
 _PATH = {"type": "string", "description": "Of a file or a directory, below /memories."}
 _BASH = {
@@ -62,13 +63,13 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "bash_20250124": {"name": "bash", **_BASH},
     "memory_20250818": {"name": "memory", **_MEMORY},
 }
-"""Tools that the client runs, by types that stand for a schema. The text editor's is no one thing (versions and clients
-name its parameters otherwise), and a computer answers with images."""
+"""Client-side tools whose type implies a schema. The text editor is missing, because its parameters' names differ
+between versions and clients; so is the computer, because its results are images."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """What else a tool carries changes nothing here: `allowed_callers` (every tool is called directly),
-    `input_examples`, `eager_input_streaming` (arguments always stream as they are written)."""
+    """Other fields of a tool have no effect: `allowed_callers` (every tool is called directly), `input_examples`,
+    `eager_input_streaming` (arguments always stream)."""
 
     name: str
     input_schema: dict[str, Any]
@@ -81,11 +82,12 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> bool:
-        """The client's to run, with a schema; else it only keeps its place among the tools, for the names of fields."""
+        """The client runs it, and it has a schema. Any other tool stays in the list only to keep the indices in field
+        names."""
         return self.type in (None, "custom")
 
     def function(self) -> dict[str, Any]:
-        """As OpenAI's function tool."""
+        """OpenAI's function tool."""
         described = {} if self.description is None else {"description": self.description}
         strict = {"strict": True} if self.strict else {}
         return {
@@ -118,10 +120,10 @@ Choice = AutoChoice | AnyChoice | NamedChoice | NoChoice
 
 
 def known_tools(tools: Any, notes: Notes) -> Any:
-    """The `tools` of a body, as they came, with schemas for Anthropic's tools that the client runs, and stubs for the
-    others, which are noted.
+    """The `tools` of a decoded body: client-side tools of Anthropic get their schemas, other tools of Anthropic become
+    stubs and are noted.
 
-    Raises RequestError for a type that is none of Anthropic's; what is wrong otherwise is left to the struct."""
+    Raises RequestError for a type that Anthropic doesn't have. Other errors are left to the struct."""
     if not isinstance(tools, list):
         return tools
     return [
@@ -150,7 +152,7 @@ def _known(tool: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
 
 
 def own_names(tools: Any) -> frozenset[str]:
-    """Names of the tools in a body's `tools`, as they came, that are not left out."""
+    """Names of the tools in a decoded body's `tools` that are not left out."""
     dicts = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return frozenset(
         tool["name"]
@@ -160,7 +162,7 @@ def own_names(tools: Any) -> frozenset[str]:
 
 
 def demand(choice: Choice, tools: Sequence[Tool]) -> ToolDemand:
-    """Raises RequestError when the tools that it needs aren't there."""
+    """The demand for calls. Raises RequestError for a choice that names tools which are not in the request."""
     if isinstance(choice, NoChoice):
         return ToolDemand(choice="none")
     parallel = not choice.disable_parallel_tool_use

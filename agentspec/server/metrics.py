@@ -1,7 +1,7 @@
-"""/metrics: the engine's counters and the server's own figures in Prometheus' text format (exposition 0.0.4).
+"""/metrics: the engine's counters and the server's figures in Prometheus' text format (exposition 0.0.4).
 
-Every family has our name (`agentspec_*`); where vLLM has the same figure, dashboards and gateways find it under vLLM's
-name too. Knows the names in `EngineClient.stats`; a counter that an engine doesn't report is left out.
+Every family has a name of ours (`agentspec_*`). Figures that vLLM has too are also exposed under vLLM's name, for
+dashboards and gateways. Knows the names in `EngineClient.stats`; a counter that an engine doesn't report is left out.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ENGINE_HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     ("iteration_tokens_total", "step_tokens", "Tokens of a step: computed ones of prompts, and emitted ones."),
 )
-"""(name, which is vLLM's too, figure of the engine's stats, help)."""
+"""(name, also vLLM's; figure of the engine's stats; help)."""
 
 CACHE_FIGURES: tuple[tuple[Kind, str, str, str], ...] = (
     ("counter", "checkpoints_created_total", "checkpoints_created", "State checkpoints given to the prefix cache."),
@@ -123,9 +123,9 @@ async def metrics(service: Service, call: Call) -> Response:
         *_engine(stats),
         *_requests(service.figures),
         *_times(service.figures),
+        _unknown_fields(service.unknown),
+        *_tenants(service.tenants),
     ]
-    families.append(_unknown_fields(service.unknown))
-    families += _tenants(service.tenants)
     if service.text is not None and service.text.prompts is not None:
         families += _turns(service.text.prompts)
     return Response(exposition(families, service.listed_names[0]), media_type=MEDIA_TYPE)
@@ -135,8 +135,8 @@ ROUTES = (Route(method="GET", path="/metrics", handle=metrics, answers="text"),)
 
 
 def exposition(families: Iterable[Family], model_name: str) -> bytes:
-    """The text of all families. Every sample is labelled with the model; vLLM's ones with its engine number too, as
-    readers expect."""
+    """The exposition of all families. Every sample has a model label; those under vLLM's names have an engine number
+    too, as their readers expect."""
     lines: list[str] = []
     for family in families:
         for name in (f"agentspec_{family.name}", *(f"vllm:{alias}" for alias in family.aliases)):
@@ -180,18 +180,17 @@ def _unknown_fields(unknown: UnknownFields) -> Family:
 
 
 def _tenants(tenants: Mapping[str, Tenant]) -> Iterator[Family]:
-    """As many samples as there are keys."""
+    """One sample per key."""
     if not tenants:
         return
     by_key = {name: {"key": name} for name in tenants}
     requests: Samples = [(by_key[name], tenant.num_requests) for name, tenant in tenants.items()]
     refused: Samples = [(by_key[name], tenant.num_refused) for name, tenant in tenants.items()]
-    tokens: Samples = []
-    for name, tenant in tenants.items():
-        tokens += [
-            ({**by_key[name], "kind": "prompt"}, tenant.prompt_tokens),
-            ({**by_key[name], "kind": "output"}, tenant.output_tokens),
-        ]
+    tokens: Samples = [
+        ({**by_key[name], "kind": kind}, count)
+        for name, tenant in tenants.items()
+        for kind, count in (("prompt", tenant.prompt_tokens), ("output", tenant.output_tokens))
+    ]
     yield Family(
         "counter", "key_requests_total", "Requests that a key sent to the engine; choices count one by one.", requests
     )
@@ -260,7 +259,7 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
 
 
 def _histogram(figure: Mapping[str, Any]) -> Histogram:
-    """One that the engine counted."""
+    """A histogram that the engine counted."""
     found = Histogram(figure["bounds"])
     found.counts, found.sum = figure["counts"], figure["sum"]
     return found
@@ -297,13 +296,12 @@ def _requests(figures: Figures) -> Iterator[Family]:
     yield Family(
         "counter", "drafted_tokens_by_position_total", "Drafts by their place in a step, from 0.", _positions(drafted)
     )
-    alias = "spec_decode_num_accepted_tokens_per_pos_total"
     yield Family(
         "counter",
         "accepted_tokens_by_position_total",
         "Accepted drafts by their place in a step, from 0.",
         _positions(accepted),
-        (alias,),
+        ("spec_decode_num_accepted_tokens_per_pos_total",),
     )
 
 
@@ -312,11 +310,7 @@ def _positions(counts: Iterable[int]) -> Samples:
 
 
 def _times(figures: Figures) -> list[Family]:
-    between, per_token = (
-        ("inter_token_latency_seconds", "time_per_output_token_seconds"),
-        ("request_time_per_output_token_seconds",),
-    )
-    # vLLM's third is the largest of a request's choices, and a request has one here.
+    # vLLM's third is the largest of a request's choices; here a request is one choice.
     sizes = ("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens")
     return [
         Family(
@@ -331,10 +325,14 @@ def _times(figures: Figures) -> list[Family]:
             "between_steps_seconds",
             "Between two steps of one stream, of one or more tokens each.",
             figures.between_steps,
-            between,
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"),
         ),
         Family(
-            "histogram", "seconds_per_token", "Mean of a request behind its first step.", figures.per_token, per_token
+            "histogram",
+            "seconds_per_token",
+            "Mean of a request behind its first step.",
+            figures.per_token,
+            ("request_time_per_output_token_seconds",),
         ),
         Family(
             "histogram", "request_seconds", "From submit to the end.", figures.whole, ("e2e_request_latency_seconds",)

@@ -1,8 +1,7 @@
-"""HEAD and trailing slashes, for every route at once: an ASGI app that passes each request on as the routes know it.
+"""Normalizes HEAD and trailing slashes for every route: an ASGI layer.
 
-What stands behind it sees `GET` for `HEAD`, and paths without slashes at their end; so keys, limits and routes mean the
-same however a client spells its request. There is no redirect: many clients don't repeat a POST behind one. Knows no
-route.
+The app behind it sees `GET` for `HEAD`, and paths without trailing slashes, so keys, limits and routes apply to every
+spelling of a request. It sends no redirects, since many clients don't repeat a POST after one. Knows no route.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Normalizer:
-    """In front of `app`. One in front of another changes nothing more."""
+    """The layer in front of `app`. It is idempotent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,7 +23,7 @@ class Normalizer:
         known = {**scope, "method": "GET" if is_head else scope["method"], "path": scope["path"].rstrip("/") or "/"}
 
         async def send_without_body(message: Message) -> None:
-            """The headers are those of the GET, its content-length with them."""
+            """Drop the body; the headers, content-length included, are those of the GET."""
             if message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)

@@ -1,8 +1,7 @@
-"""Request bodies of /v1/chat/completions and /v1/completions, as tables/chat.py and tables/completions.py say what is
-served.
+"""Request bodies of /v1/chat/completions and /v1/completions; tables/chat.py and tables/completions.py list the fields.
 
-Owns the structs and their validation up to SamplingParams, whose ranges the engine checks at its door. Knows nothing of
-prompts as tokens, of events or of HTTP. `null` means absent, as everywhere in OpenAI's API.
+Owns the structs and their conversion up to SamplingParams, whose ranges the engine checks. Knows nothing of prompts as
+tokens, of events or of HTTP. `null` means absent, as everywhere in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ TokenIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: every chunk of a choice says how many tokens it has so far."""
+    """vLLM's: every chunk contains the token counts of its choice so far."""
     include_obfuscation: Literal[False] = False
 
 
 class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. Ranges are those of types.SamplingParams."""
+    """The fields of both endpoints. Ranges are those of types.SamplingParams."""
 
     model: str
     n: int = 1
@@ -59,12 +58,12 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     return_token_ids: bool | Literal["output"] = False
-    """output: those of the answer without those of the prompt."""
+    """output: ids of the answer, without those of the prompt."""
     skip_special_tokens: bool = True
     forced_output: TokenIds | None = None
     """The answer's tokens, for benchmarks: see wire.Submit."""
     prompt_cache_key: str | None = None
-    """The session, when no x-session-id header names one."""
+    """The session, if no header names one."""
     cache_salt: str = ""
     """Prefixes are shared only among requests with the same salt."""
 
@@ -81,7 +80,8 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.max_tokens
 
     def output(self) -> OutputForm | None:
-        """The form that the output must have. Raises RequestError when it is no form, or more than one."""
+        """The requested form of the output; None: unconstrained. Raises RequestError for an invalid form, or more than
+        one."""
         return self._output(None)
 
     def _output(self, response_format: ResponseFormat | None) -> OutputForm | None:
@@ -108,7 +108,7 @@ class FunctionSpec(msgspec.Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Calls of the tool are held to its schema."""
+    """Calls of the tool must fit its schema."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class InputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
-    """As /v1/responses has it, like the next."""
+    """A part of /v1/responses, as is OutputTextPart."""
 
     text: str
 
@@ -154,7 +154,8 @@ Part = TextPart | InputTextPart | OutputTextPart | RefusalPart | ThinkingPart
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a message. Clients return all that answers had, of other servers too: the rest is left out."""
+    """The fields of a message that are read. Clients send back whole answers, of other servers too: other fields are
+    left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -162,15 +163,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: Any = None
-    """Under this name or another, in any form: text/returned_reasoning.py reads those that it knows."""
+    """Under this name or another, in several forms: see text/returned_reasoning.py."""
     audio: None = None
-    """Refused, like the next: the model would have to read it."""
+    """Refused, as is function_call: the model would have to read it."""
     function_call: None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
-    """Checked against Message, kept as sent: text/messages.py brings them into the templates' form."""
+    """Checked against Message, kept as sent: text/messages.py converts them for the templates."""
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tools: list[dict[str, Any]] = []
     """Checked against Tool, kept as sent: the order of keys is part of the prompt."""
@@ -180,10 +181,10 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: int = 0
     reasoning_effort: str | None = None
-    """Any word: templates differ in those that they know."""
+    """Any text: templates know different ones."""
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
-    """vLLM's, like the next."""
+    """vLLM's, as is continue_final_message."""
     continue_final_message: bool = False
 
     @property
@@ -192,27 +193,27 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
     @property
     def num_top(self) -> int | None:
-        """Likely tokens to show beside each generated one; None: no log-probabilities."""
+        """Number of likely tokens to show with each generated one; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     def output(self) -> OutputForm | None:
         return self._output(self.response_format)
 
     def demand(self) -> tuple[ToolDemand, frozenset[str] | None]:
-        """What is demanded of calls, and the tools that may be called (None: all). Raises RequestError when the tools
-        for it aren't there."""
+        """The demand for calls, and the tools that may be called (None: all). Raises RequestError if tools that it
+        needs are missing."""
         return tool_demand(
             self.tool_choice, [tool["function"]["name"] for tool in self.tools], parallel=self.parallel_tool_calls
         )
 
 
 class PromptBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place of the prompt where later prompts may part from it: worth a checkpoint of the prefix cache."""
+    """A position of the prompt where later prompts may diverge, so a checkpoint of the prefix cache is useful there."""
 
     offset: int
-    """Tokens from the start of the prompt."""
+    """In tokens from the start of the prompt."""
     kind: Literal["system", "user"]
-    """system: the end of what sessions share. user: the end of the last user message."""
+    """system: the end of the part that sessions share. user: the end of the last user message."""
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
@@ -223,10 +224,10 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     echo: bool = False
     logprobs: int | None = None
     breakpoints: list[PromptBreakpoint] = []
-    """Ascending. In chat they come from the template; a prompt of token ids shows none by itself."""
+    """Ascending. In chat they come from the template; a prompt of token ids has none by itself."""
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list. Raises RequestError when they aren't texts or lists of token ids."""
+        """The prompts as a list. Raises RequestError if they aren't texts or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         given: list[Any] = self.prompt
@@ -242,16 +243,14 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 CHAT_CHECKED: Checked = {"messages": (list[Message],), "tools": (list[Tool],)}
 COMPLETION_CHECKED: Checked = {"prompt": (str, TokenIds, list[str | TokenIds])}
-"""Fields that the structs keep as they come, with the types that they are held to: any one of them."""
+"""Fields that the structs keep as sent, with the types they are checked against: any one of them."""
 
 
 def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
-    nobody knows."""
+    """Check a decoded JSON body. Raises RequestError for the first field that is refused or wrong. notes: collects
+    unknown fields."""
     request = read(body, ChatRequest, CHAT, notes or Notes(), required=("model", "messages"))
-    check(
-        request.messages, list[Message], "messages", notes=Notes()
-    )  # a null is as good as nothing inside of messages, too
+    check(request.messages, list[Message], "messages", notes=Notes())  # nulls inside of messages are absent, too
     check(request.tools, list[Tool], "tools")
     _check_common(request)
     _check_beginning(request)
@@ -287,14 +286,14 @@ def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest
 
 def _are_ids(given: list[Any]) -> bool:
     try:
-        msgspec.convert(given, TokenIds)  # a look at each id of a long prompt takes Python seven times as long
+        msgspec.convert(given, TokenIds)  # checking a long prompt id by id in Python takes seven times as long
     except msgspec.ValidationError:
         return False
     return True
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A checked tool as the template shows it: its keys in the client's order, without those that are none of a tool's
+    """A checked tool for the template: the client's order of keys, without keys that don't belong to a tool
     (`cache_control`)."""
     function = {
         name: value
@@ -317,7 +316,7 @@ def _check_common(request: Common) -> None:
 
 
 def _check_beginning(request: ChatRequest) -> None:
-    """An answer begins anew, or goes on from an assistant's text."""
+    """Check the fields that say whether an answer starts a new message or continues the last one."""
     if request.add_generation_prompt and request.continue_final_message:
         raise RequestError(
             "continue_final_message", True, "needs add_generation_prompt=false: the answer goes on instead of beginning"

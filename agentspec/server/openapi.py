@@ -1,6 +1,6 @@
-"""The API's description of itself: an OpenAPI 3.1 document, made from the routes and the types that check their bodies.
+"""The OpenAPI 3.1 document, generated from the routes and the types that validate their bodies.
 
-Knows no endpoint, but the bounds that fields of one name have wherever they stand.
+Knows no endpoint, except for the bounds of fields, which are the same wherever a name occurs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BOUNDS: Mapping[str, Schema] = {
     "top_logprobs": {"minimum": 0, "maximum": 20},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
 }
-"""What a field of a body must keep to beside its type: types.SamplingParams and the endpoints check it."""
+"""Constraints on a field's value beyond its type. types.SamplingParams and the endpoints check them."""
 
 _COMPONENTS = "#/components/schemas/"
 _JSON = "application/json"
@@ -65,7 +65,8 @@ _STATUSES = {
     404: "It isn't served here, or is no longer kept.",
     408: "The body came too slowly.",
     413: "The body is too large.",
-    429: "Too many requests wait already, or the key has reached a limit; Retry-After says for how many seconds to stay away.",
+    429: "Too many requests wait already, or the key has reached a limit; "
+    "Retry-After says for how many seconds to stay away.",
     500: "The request failed.",
     503: "The engine is not running, or the server is about to stop.",
     504: "The request took longer than the server allows.",
@@ -95,14 +96,16 @@ def described(routes: Sequence[Route]) -> tuple[Route, ...]:
 
 
 def document(routes: Sequence[Route]) -> Schema:
-    """The OpenAPI document of these routes, JSON-ready."""
+    """The OpenAPI document of these routes, ready for JSON."""
     schema_of, components = _schemas(routes)
     for body, route in {route.body: route for route in routes if route.body is not None}.items():
         name = schema_of[body]["$ref"].removeprefix(_COMPONENTS)
         components[name] = _body(components[name], route, schema_of)
     paths: Schema = {}
     for route in routes:
-        path = re.sub(r"{(\w+):path}", r"{\1}", route.path)  # OpenAPI has no word for a parameter that may hold slashes
+        path = re.sub(
+            r"{(\w+):path}", r"{\1}", route.path
+        )  # OpenAPI can't express a path parameter that may contain slashes
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
@@ -113,7 +116,7 @@ def document(routes: Sequence[Route]) -> Schema:
 
 
 def _schemas(routes: Iterable[Route]) -> tuple[Mapping[Any, Schema], Schema]:
-    """The schema of every type that the routes name, and the components that these schemas refer to."""
+    """The schema of every type that the routes refer to, and the components that these schemas refer to."""
     kinds: dict[Any, None] = {Error: None, AnthropicError: None}
     for route in routes:
         named = (route.body, route.answer, *chain.from_iterable(route.checked.values()))
@@ -121,13 +124,13 @@ def _schemas(routes: Iterable[Route]) -> tuple[Mapping[Any, Schema], Schema]:
     schemas, components = msgspec.json.schema_components(list(kinds), ref_template=_COMPONENTS + "{name}")
     for schema in components.values():
         if schema.get("additionalProperties") is False:
-            del schema["additionalProperties"]  # fields.check leaves them out
+            del schema["additionalProperties"]  # fields.check leaves unknown fields out
     return dict(zip(kinds, schemas, strict=True)), components
 
 
 def _body(schema: Schema, route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
-    """The schema of a whole body: the struct's, with what the endpoint adds. fields.read takes a null for a field that
-    isn't there."""
+    """The schema of a whole body: the struct's, extended by the table's fields. Every optional field may be null, as in
+    fields.read."""
     required = schema["required"]
     fields: Schema = {}
     for name, given in schema["properties"].items():
@@ -154,7 +157,7 @@ def _or_null(schema: Schema) -> Schema:
 
 def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     answer = {"type": "object"} if route.answer is None else schema_of[route.answer]
-    # A stream's events have no schema: OpenAPI 3.1 has no words for them.
+    # OpenAPI 3.1 can't describe the events of a stream.
     schemas: Schema = {_JSON: {"schema": answer}, "text/event-stream": {}}
     content = {media: schemas.get(media, {"schema": {"type": "string"}}) for media in _MEDIA[route.answers]}
     error = {_JSON: {"schema": schema_of[AnthropicError if is_anthropic(route.path) else Error]}}

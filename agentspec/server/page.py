@@ -1,7 +1,7 @@
 """The page at `/`: a chat with tools against the served model.
 
-Plain files from `static/`, read once, with nothing from elsewhere: the page works without a network. It is a client
-like any other, so it knows the HTTP API and nothing else.
+Static files from `static/`, read once. They load nothing from elsewhere, so the page works without a network. It is a
+client like any other: it knows the HTTP API and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""What the model writes can never become a script, and no key typed here leaves for another host."""
+"""The model's output can't become a script, and no key typed here is sent to another host."""
 
 
 async def page(service: Service, call: Call) -> Response:

@@ -1,4 +1,4 @@
-"""The text room as the server uses it: one bundle for a checkpoint that has a tokenizer.
+"""The text package as the server uses it: one object for a checkpoint that has a tokenizer.
 
 Knows which parts belong together, and nothing of requests.
 """
@@ -20,13 +20,13 @@ from agentspec.text.tool_calls import ToolSchemas
 from agentspec.text.turn_memory import TurnMemory
 
 _FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file")
-"""What some tokenizers' settings say of the machine that they were written on."""
+"""Tokenizer settings that reveal file paths of the machine that wrote them."""
 
 NO_USE_FOR_A_TEMPLATE = "this checkpoint has no tokenizer, so it takes no messages"
 
 
 class TextPipeline:
-    """Tokenizer and, if the checkpoint has a chat template, what makes prompts of messages. One per served model: it
+    """The tokenizer and, if the checkpoint has a chat template, the prompt builder. One per served model, since it
     remembers turns."""
 
     def __init__(
@@ -37,17 +37,17 @@ class TextPipeline:
         *,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """prompts: None without a chat template. work: None: in this process, by the PromptBuilder that `prompts`
-        is."""
+        """prompts: None without a chat template. work: None: done in this process, by `prompts`, which is then a
+        PromptBuilder."""
         self.tokenizer = tokenizer
-        """For what is cheap and bounded. What clients send goes to `work`."""
+        """For cheap and bounded work. Clients' texts go to `work`."""
         self.prompts = prompts
         if work is None:
             assert prompts is None or isinstance(prompts, PromptBuilder)
             work = ThreadedText(tokenizer, prompts)
         self.work = work
         self.settings = settings or {}
-        """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
+        """The content of tokenizer_config.json, with special tokens as texts and the chat template in use."""
 
     @classmethod
     def from_checkpoint(
@@ -58,11 +58,10 @@ class TextPipeline:
         chat_template: Path | None = None,
         trusts_client_text: bool = False,
     ) -> Self | None:
-        """None without a tokenizer. chat_template: a file in place of the directory's own. trusts_client_text: see
-        PromptBuilder.
+        """The pipeline of a checkpoint; None without a tokenizer. chat_template: a file used instead of the directory's
+        own. trusts_client_text: see PromptBuilder.
 
-        Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no
-        use for."""
+        Raises CheckpointError for an invalid chat template, ConfigError for a `chat_template` without a tokenizer."""
         if tokenizer is None or model_dir is None:
             if chat_template is not None:
                 raise ConfigError("chat_template", str(chat_template), NO_USE_FOR_A_TEMPLATE)
@@ -85,8 +84,8 @@ class TextPipeline:
         has_form: bool = False,
         places: Mapping[str, Container[int]] | None = None,
     ) -> Segmenter:
-        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form
-        that was asked for; `places`: where tags that are tokens stand in its text."""
+        """The segmenter for one answer. Tool calls are parsed only if the request has tools. has_form: the content has
+        a requested form. places: positions of tags that are tokens, in the answer's text."""
         assert self.prompts is not None
         return Segmenter(
             reasoning_open=prompt.reasoning_open,
@@ -99,7 +98,7 @@ class TextPipeline:
 
 
 def tokenizer_settings(model_dir: Path, template_source: str | None) -> dict[str, Any]:
-    """TextPipeline.settings. template_source: of the chat template, if there is one."""
+    """TextPipeline.settings. template_source: the chat template's text, if there is one."""
     config = read_object(model_dir / "tokenizer_config.json")
     settings = {name: value for name, value in config.items() if name not in _FILE_NAMES} | named_tokens(config)
     return settings if template_source is None else settings | {"chat_template": template_source}

@@ -1,7 +1,7 @@
-"""What the server measures of the requests that it sends to the engine: how long they took, and what they cost.
+"""Measures the requests that the server sends to the engine: their times and their costs.
 
-Owns the histograms and an engine client that fills them. Knows nothing of requests' bodies; metrics.py writes the
-figures out.
+Owns the histograms and an engine client that fills them. Knows nothing of requests' bodies; metrics.py exposes the
+figures.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from agentspec.errors import OverloadedError
 from agentspec.server.answers import total
+from agentspec.server.events import opened
 from agentspec.types import FinishReason
 from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
@@ -68,17 +69,17 @@ BETWEEN_TOKENS_SECONDS = (
 )
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 RETRY_SECONDS = 1
-"""When a client that was one too many is asked to come again."""
+"""Retry-After for a client over the limit."""
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Histogram:
-    """Counts of observations by upper bound (inclusive), as Prometheus has them."""
+    """Counts of observations by upper bound (inclusive), as in Prometheus."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(map(float, bounds))
         self.counts = [0] * (len(self.bounds) + 1)
-        """One per bound, not cumulated; the last for what exceeds them all."""
+        """One count per bound, not cumulative; the last is for larger values."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -87,24 +88,24 @@ class Histogram:
 
 
 class Figures:
-    """Everything since the server started. One request is one submit: an answer of three choices counts as three."""
+    """Figures since the server started. A request here is one submit: an answer with three choices counts as three."""
 
     def __init__(self) -> None:
         self.finished = dict.fromkeys(FinishReason, 0)
-        """By reason; a client that goes away counts as an abort."""
+        """By reason. A client that disconnects counts as an abort."""
         self.generated_tokens = 0
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         """Seconds from submit to the first event with tokens."""
         self.between_steps = Histogram(BETWEEN_TOKENS_SECONDS)
-        """Seconds from one event of a request to its next: with drafts, each brings several tokens."""
+        """Seconds between two events of one request. With drafts, an event has several tokens."""
         self.per_token = Histogram(BETWEEN_TOKENS_SECONDS)
-        """Seconds per token behind the first event: one observation a request."""
+        """Seconds per token after the first event: one observation per request."""
         self.whole = Histogram(REQUEST_SECONDS)
         """Seconds from submit to the terminal event."""
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.output_tokens = Histogram(TOKEN_COUNTS)
         self.usage = Usage()
-        """Summed over requests that ended by themselves."""
+        """Summed over requests with a terminal event."""
 
     def finish(self, event: FinishEvent, seconds: float) -> None:
         self.finished[event.reason] += 1
@@ -115,7 +116,7 @@ class Figures:
 
 
 class WatchedEngine:
-    """An engine client in front of another, whose streams a subclass watches."""
+    """Base class of engine clients that wrap another one and observe its streams."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -134,9 +135,13 @@ class WatchedEngine:
     async def stats(self) -> dict[str, Any]:
         return await self._engine.stats()
 
+    def _opened(self, submit: Submit) -> aclosing[AsyncGenerator[Event, None]]:
+        """The inner engine's stream, closed on every exit."""
+        return opened(self._engine, submit)
+
 
 class RecordedEngine(WatchedEngine):
-    """An engine client that notes in `figures` what passes through it, and refuses what is too much. Implements
+    """An engine client that records figures of its streams, and enforces a limit on open ones. Implements
     wire.EngineClient."""
 
     def __init__(
@@ -147,7 +152,7 @@ class RecordedEngine(WatchedEngine):
         *,
         max_open: int | None = None,
     ) -> None:
-        """max_open: submits that may run or wait at the same time; None: any number."""
+        """max_open: submits that may run or wait at the same time; None: no limit."""
         super().__init__(engine)
         self._figures = figures
         self._clock = clock
@@ -155,34 +160,32 @@ class RecordedEngine(WatchedEngine):
         self._num_open = 0
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """The engine's events, untouched. A refused submit leaves no trace in the figures. Raises OverloadedError for
-        one too many."""
+        """The engine's events, unchanged. A submit that the engine refuses is not recorded. Raises OverloadedError over
+        the limit."""
         if self._max_open is not None and self._num_open >= self._max_open:
             raise OverloadedError(
                 f"{self._num_open} prompts and choices run or wait here, which is the limit", RETRY_SECONDS
             )
         self._num_open += 1
         pace = _Pace(self._figures, self._clock)
-        # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
-        events = cast(AsyncGenerator[Event, None], self._engine.stream(submit))
         try:
-            async with aclosing(events):
+            async with self._opened(submit) as events:
                 async for event in events:
-                    pace.note(event)
+                    pace.note_event(event)
                     yield event
         except (GeneratorExit, asyncio.CancelledError):
-            pace.leave(FinishReason.ABORT)
+            pace.note_abandoned(FinishReason.ABORT)
             raise
         except Exception:
             if pace.has_begun:
-                pace.leave(FinishReason.ERROR)
+                pace.note_abandoned(FinishReason.ERROR)
             raise
         finally:
             self._num_open -= 1
 
 
 class _Pace:
-    """The times of one request."""
+    """Timestamps of one request."""
 
     def __init__(self, figures: Figures, clock: Callable[[], float]) -> None:
         self._figures = figures
@@ -194,7 +197,7 @@ class _Pace:
         self._ended = False
         self.has_begun = False
 
-    def note(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         now = self._clock()
         self.has_begun = True
         if isinstance(event, TokensEvent):
@@ -206,8 +209,8 @@ class _Pace:
             self._figures.per_token.observe((self._last - self._first) / self._tokens_behind_first)
         self._figures.finish(event, now - self._start)
 
-    def leave(self, reason: FinishReason) -> None:
-        """The stream is over with no terminal event; no-op behind one."""
+    def note_abandoned(self, reason: FinishReason) -> None:
+        """Record a stream that ended without a terminal event; no-op after one."""
         if not self._ended:
             self._ended = True
             self._figures.finished[reason] += 1

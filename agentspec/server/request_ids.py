@@ -1,7 +1,6 @@
-"""The id of a request, which client, proxies, answer and log know it by: what the client sent as `x-request-id`, or a
-new one.
+"""Request ids, shared by client, proxies, answer and log: the client's `x-request-id`, or a new id.
 
-Owns the header and the id of the request that the current task works for. Knows ASGI.
+Owns the header and the id of the current task's request. Knows ASGI.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _current: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 def log_mark() -> str:
-    """What lines of a log end with: the id of the request at hand, if there is one."""
+    """The end of a log line: the id of the current request, if there is one."""
     current = _current.get()
     return "" if current is None else f" id={current}"
 
 
 class RequestIds:
-    """In front of an app: every request has an id, and every answer tells it."""
+    """An ASGI layer that gives every request an id, and adds it to the answer's headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,17 +1,14 @@
-"""One line for each request when it ends, on the logger `agentspec`: level INFO, and DEBUG for probes and scrapes that
-were answered.
+"""Logs one line when a request ends, on the logger `agentspec`: at INFO, or at DEBUG for successful probes and scrapes.
 
-Owns the line, an ASGI app that writes it, and an engine client that notes what it says of tokens. Refusals have lines
-of their own, which responding.py writes.
+Owns the line, an ASGI layer that writes it, and an engine client that collects its token counts. Refusals have lines of
+their own, written by responding.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +24,7 @@ from agentspec.wire import EngineClient, Event, FinishEvent, Submit, Usage
 logger = logging.getLogger("agentspec")
 
 NOTE = "agentspec.note"
-"""Where the scope of a request that is logged holds its Note."""
+"""The scope key of a logged request's Note."""
 
 _OFTEN = PROBES | {"/metrics"}
 
@@ -40,23 +37,23 @@ class _Run:
         self.num_tokens = 0
         self.usage: Usage | None = None
         self.reason = FinishReason.ABORT
-        """Until it ends by itself."""
+        """ABORT until a terminal event arrives."""
 
 
 class Note:
-    """What becomes known of a request on its way."""
+    """Collects the facts of one request for its log line."""
 
     def __init__(self, session_id: str | None, clock: Callable[[], float]) -> None:
-        """session_id: what the request's headers say."""
+        """session_id: from the request's headers."""
         self.session_id = session_id
         self.status: int | None = None
-        """None: the client went away before there was one."""
+        """None: the client disconnected before there was a status."""
         self._clock = clock
         self._began = clock()
         self._first: float | None = None
         self._runs: dict[str, _Run] = {}
 
-    def take(self, submit: Submit, event: Event) -> None:
+    def note_event(self, submit: Submit, event: Event) -> None:
         run = self._runs.setdefault(submit.request_id, _Run(submit.prompt_ids))
         if isinstance(event, FinishEvent):
             run.usage, run.reason = event.usage, event.reason
@@ -66,25 +63,26 @@ class Note:
             self._first = self._clock()
 
     def line(self) -> str:
-        """Everything behind method and path. Choices of one prompt count it once; cached are the tokens that none of
-        them computed."""
+        """The line's part after method and path. The choices of a prompt count it once; cached tokens are those that no
+        choice had to compute."""
         words = ["-" if self.status is None else str(self.status)]
         if self.session_id is not None:
             words.append(f"session={self.session_id!r}")
         if self._runs:
             by_prompt: dict[int, list[_Run]] = {}
             for run in self._runs.values():
-                by_prompt.setdefault(id(run.prompt_ids), []).append(run)  # choices share the list itself
+                by_prompt.setdefault(id(run.prompt_ids), []).append(run)  # choices share the list object
             words.append(f"prompt={sum(len(runs[0].prompt_ids) for runs in by_prompt.values())}")
             cached = [
                 min((run.usage.cached_tokens for run in runs if run.usage is not None), default=None)
                 for runs in by_prompt.values()
             ]
-            if None not in cached:  # a request that was left early never said
+            if None not in cached:  # unknown for an aborted request
                 words.append(f"cached={sum(count or 0 for count in cached)}")
-            words.append(
-                f"output={sum(run.num_tokens if run.usage is None else run.usage.completion_tokens for run in self._runs.values())}"
+            outputs = (
+                run.num_tokens if run.usage is None else run.usage.completion_tokens for run in self._runs.values()
             )
+            words.append(f"output={sum(outputs)}")
             words.append("finish=" + ",".join(sorted({run.reason.value for run in self._runs.values()})))
         if self._first is not None:
             words.append(f"first={_milliseconds(self._first - self._began)}")
@@ -92,7 +90,7 @@ class Note:
 
 
 class RequestLog:
-    """In front of `app` and of all that refuses requests before it."""
+    """The logging layer, in front of `app` and of everything that refuses requests."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter) -> None:
         self._app = app
@@ -118,19 +116,18 @@ class RequestLog:
 
 
 class NotedEngine(WatchedEngine):
-    """An engine client for one request, which notes what passes through it. Implements wire.EngineClient."""
+    """An engine client for one request that records its events in a Note. Implements wire.EngineClient."""
 
     def __init__(self, engine: EngineClient, note: Note) -> None:
         super().__init__(engine)
         self._note = note
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """The engine's events, untouched."""
+        """The engine's events, unchanged."""
         self._note.session_id = submit.session_id
-        # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
-        async with aclosing(cast(AsyncGenerator[Event, None], self._engine.stream(submit))) as events:
+        async with self._opened(submit) as events:
             async for event in events:
-                self._note.take(submit, event)
+                self._note.note_event(submit, event)
                 yield event
 
 

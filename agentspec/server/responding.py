@@ -1,7 +1,7 @@
-"""Responses that stop working when nobody listens any more.
+"""Responses that are cancelled when the client disconnects.
 
-Owns the watch for the client's disconnect, and the statuses of errors that come before the first byte. Knows ASGI and
-nothing of requests or engines.
+Owns the watch for disconnects, and the statuses of errors before the first byte. Knows ASGI and nothing of requests or
+engines.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from agentspec.server.errors import ApiError, api_error
 from agentspec.server.request_ids import log_mark
 
 STATUS_SECONDS = 1.0
-"""How long the status of a stream waits for the engine's first word: what the engine refuses, it refuses at once."""
+"""How long a stream's status waits for the engine's first event. The engine refuses requests at once, if at all."""
 KEEP_ALIVE_SECONDS = 10.0
-"""A stream is never silent for longer."""
+"""Longest silence of a stream."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,17 +34,17 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """`path`: the request's, which decides the shape of the body."""
+    """path: the request's, which determines the shape of the body."""
     return _ErrorResponse(error, path)
 
 
 def shown_path(path: str) -> str:
-    """A path as a log shows it: on one line, and without a blank."""
+    """A path for the log: on one line, and without spaces."""
     return quote(path, safe="/:@")
 
 
 class _ErrorResponse(Response):
-    """Every answer that is an error. Sending it leaves a line in the log."""
+    """A response for an error. Sending it writes a log line."""
 
     media_type = "application/json"
 
@@ -66,7 +66,7 @@ class _ErrorResponse(Response):
 
 
 class WatchedResponse(Response):
-    """Awaits `produce` for the real response and sends it; cancels both when the client goes away."""
+    """Awaits `produce` for the actual response and sends it; cancels both when the client disconnects."""
 
     def __init__(self, produce: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()
@@ -89,8 +89,8 @@ class WatchedResponse(Response):
 
 
 class FrameResponse(Response):
-    """Sends frames as they are made, and signs of life while there are none. Unlike starlette's StreamingResponse it
-    leaves `receive` to WatchedResponse."""
+    """Sends frames as they arrive, and keep-alives in between. Unlike starlette's StreamingResponse it leaves `receive`
+    to WatchedResponse."""
 
     media_type = sse.MEDIA_TYPE
 
@@ -110,8 +110,8 @@ class FrameResponse(Response):
     async def begin(
         cls, frames: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]
     ) -> FrameResponse:
-        """Wait for the first frame, but not for long: an error before it can still choose the status. headers: beside
-        those of every stream."""
+        """Wait up to STATUS_SECONDS for the first frame: an error before it can still determine the status. headers: in
+        addition to those of every stream."""
         first = asyncio.ensure_future(anext(frames))
         try:
             await asyncio.wait((first,), timeout=STATUS_SECONDS)
@@ -151,10 +151,10 @@ class FrameResponse(Response):
 
 
 async def _closed(first: asyncio.Future[bytes], frames: AsyncGenerator[bytes, None]) -> None:
-    """End `frames`, whose first frame may still be in the making."""
+    """Close `frames`, whose first frame may still be pending."""
     first.cancel()
     await asyncio.wait((first,))
-    first.cancelled() or first.exception()  # whoever waited for it has gone, or was told
+    first.cancelled() or first.exception()  # retrieve the error: its reader has gone, or has already seen it
     await frames.aclose()
 
 
@@ -173,7 +173,7 @@ async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None
 
 
 async def _cancel_on_disconnect(receive: Receive, worker: asyncio.Task[None]) -> None:
-    """The request's body has been read before, so the next message of interest is the client's leaving."""
+    """Cancel the worker on disconnect. The body has been read before, so no other message matters."""
     while (await receive())["type"] != "http.disconnect":
         pass
     worker.cancel()

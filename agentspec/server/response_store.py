@@ -1,9 +1,9 @@
-"""Stored answers of /v1/responses: in memory, each its owner's alone, bounded together: the least recently used of who
-holds most is first to go.
+"""Stored answers of /v1/responses, in memory. Each belongs to one owner; the size limits are shared. Eviction takes the
+least recently used response of the owner who stores most.
 
-A response continues the one before it, so a conversation is a chain of records. Using a record uses all those before
-it: what goes first is the end of the chain that was unused the longest, and no record loses what it continues, unless
-that is deleted. Knows records as JSON text; nothing of HTTP or prompts. Belongs to one event loop.
+A response continues the one before it, so a conversation is a chain of records. Using a record also uses all records
+before it. So eviction takes the end of the least recently used chain, and a record never loses its predecessors, unless
+they are deleted. Knows records as JSON text; nothing of HTTP or prompts. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class StoredResponse:
     input_items: bytes
     """The items that its request added, as JSON."""
     item_ids: tuple[str, ...] = ()
-    """Ids, each once, by which its items can be asked for, those of the output among them."""
+    """Ids, without duplicates, of its items that can be referenced, including those of the output."""
     previous_id: str | None
     """The response that it continues."""
     session_id: str | None
 
     @property
     def num_bytes(self) -> int:
-        """About what the record holds in memory."""
+        """Approximate memory of the record."""
         return (
             _ENTRY_OVERHEAD_BYTES
             + len(self.response)
@@ -40,7 +40,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Those of one owner."""
+    """The stored responses of one owner."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ResponseStore:
         stores: dict[str, ResponseStore] | None = None,
         owner: str = "",
     ) -> None:
-        """max_bytes, max_responses: of all owners together. stores: theirs, by owner, to which this one is added."""
+        """max_bytes, max_responses: limits over all owners. stores: the stores by owner; this one is added."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._stores: dict[str, ResponseStore] = {} if stores is None else stores
@@ -58,10 +58,10 @@ class ResponseStore:
         self._num_bytes = 0
         self._records: OrderedDict[str, StoredResponse] = OrderedDict()
         self._holders: dict[str, list[str]] = {}
-        """For each item, the responses that hold it, the one that had it first before the others."""
+        """For each item, the ids of the responses that contain it, the oldest first."""
 
     def of(self, owner: str) -> ResponseStore:
-        """Another owner's store, in the same bounds. Both see nothing of each other."""
+        """Another owner's store, under the same limits. Neither store sees the other's records."""
         if owner not in self._stores:
             ResponseStore(
                 max_bytes=self._max_bytes, max_responses=self._max_responses, stores=self._stores, owner=owner
@@ -72,16 +72,17 @@ class ResponseStore:
         return len(self._records)
 
     def __contains__(self, response_id: str) -> bool:
-        """Whether it is kept; asking is no use of it."""
+        """Whether it is stored. Does not count as a use."""
         return response_id in self._records
 
     @property
     def num_bytes(self) -> int:
-        """About what all records hold in memory; never above max_bytes."""
+        """Approximate memory of all records; never above max_bytes."""
         return self._num_bytes
 
     def put(self, response_id: str, record: StoredResponse) -> None:
-        """Keep a record under a new id. One that has no room even alone is gone at once."""
+        """Store a record under a new id, evicting others as needed. A record over the limit by itself is dropped at
+        once."""
         self._records[response_id] = record
         self._num_bytes += record.num_bytes
         for item_id in record.item_ids:
@@ -98,12 +99,12 @@ class ResponseStore:
         return self._records.get(response_id)
 
     def holder(self, item_id: str) -> StoredResponse | None:
-        """The record that has had this item for the longest."""
+        """The oldest record that contains this item."""
         names = self._holders.get(item_id)
         return self.get(names[0]) if names else None
 
     def conversation(self, response_id: str) -> list[StoredResponse] | None:
-        """The record and all those before it, the first one first; None when one of them isn't there."""
+        """The record and all its predecessors, oldest first; None if one of them is missing."""
         records = [self._records[name] for name in self._chain(response_id)]
         if not records or records[-1].previous_id is not None:
             return None
@@ -111,7 +112,7 @@ class ResponseStore:
         return records[::-1]
 
     def delete(self, response_id: str) -> bool:
-        """Forget a record; says whether it was there. What continues it can be read still, but not be continued."""
+        """Delete a record; return whether it existed. Its successors can still be read, but not continued."""
         record = self._records.pop(response_id, None)
         if record is not None:
             self._num_bytes -= record.num_bytes
@@ -125,7 +126,7 @@ class ResponseStore:
         self.delete(next(iter(self._records)))
 
     def _chain(self, response_id: str) -> Iterator[str]:
-        """The ids from a record back to the first one, or to the first one that is missing."""
+        """The ids from a record back to the first one, or to the first missing one."""
         name: str | None = response_id
         while name is not None and name in self._records:
             yield name

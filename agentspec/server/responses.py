@@ -1,6 +1,6 @@
-"""/v1/responses: items in, items out; the conversation kept by the client, or here.
+"""/v1/responses: items in, items out, with the conversation stored by the client or by the server.
 
-Owns the endpoints, and what is stored. A request's fields are in responses_request.py, the meaning of its items in
+Owns the endpoints, and the stored data. A request's fields are in responses_request.py, the meaning of its items in
 responses_items.py, the response in responses_answer.py.
 """
 
@@ -19,16 +19,16 @@ from agentspec.server import answer_shapes, events
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.response_store import ResponseStore, StoredResponse
-from agentspec.server.responses_answer import Answer, frames
+from agentspec.server.responses_answer import Answer
 from agentspec.server.responses_items import Conversation, Item, is_own_id, read_items
 from agentspec.server.responses_request import CHECKED, ResponsesRequest, parse
 from agentspec.server.responses_tools import Toolset
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
-from agentspec.server.sse import StreamHead
+from agentspec.server.sse import StreamHead, frames, named_frame
 from agentspec.server.tables.responses import RESPONSES
 from agentspec.server.token_room import headers
-from agentspec.server.turn import TurnRequest, begin, build_prompt
+from agentspec.server.turn import TurnRequest, begin_turns, build_prompt
 
 _MAX_LISTED = 100
 _RENAMED = {
@@ -48,17 +48,17 @@ _TOOL_FIELD = re.compile(r"tools\[(\d+)\](?:\.function)?(?:(\.parameters\.proper
 
 
 class _References:
-    """The stored items that one request names by their ids."""
+    """The stored items that one request refers to by id."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._items: dict[str, Item] = {}
-        """Of the records so far, by id."""
+        """Items of the records found so far, by id."""
         self.records: list[StoredResponse] = []
-        """Those that held what was found."""
+        """The records that contained them."""
 
     def find(self, item_id: str, field: str) -> Item:
-        """Raises ApiError (404) for an item that isn't stored."""
+        """A stored item. Raises ApiError (404) if it isn't stored."""
         if item_id not in self._items:
             record = self._store.holder(item_id)
             if record is None:
@@ -70,7 +70,7 @@ class _References:
 
 
 class _Asked:
-    """A request with the conversation that it continues."""
+    """A parsed request with the conversation that it continues."""
 
     def __init__(self, service: Service, call: Call) -> None:
         self.request = service.named(parse(call.body, call.notes))
@@ -82,14 +82,14 @@ class _Asked:
         self.items = [item for _, item in named]
         self._conversation = Conversation.of(self.request.instructions, history + named)
         self._callable = list(zip(self.tools.names, self.tools.places, strict=True))
-        """Functions that may be called, with the places of their tools: errors count them."""
+        """Callable functions and the field names of their tools. Errors refer to functions by index in this list."""
         self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(
             stored or references.records
         )
 
     def _own_session(self, stored: list[StoredResponse]) -> str | None:
-        """That of the conversation, which `stored` is of. A first response begins one if another is likely to follow it
-        here."""
+        """The session of the conversation in `stored`. A first response starts a session if a continuation is
+        likely."""
         if stored and stored[-1].session_id is not None:
             return stored[-1].session_id
         return uuid.uuid4().hex if stored or (self.request.store and self.request.tools) else None
@@ -101,8 +101,8 @@ class _Asked:
         return asked
 
     def public(self, error: RequestError) -> RequestError:
-        """The error with the field as this API's clients know it: they sent items and tools of several kinds, and got
-        messages and functions."""
+        """The error with this API's field names. Clients sent items and several kinds of tools, which became messages
+        and functions."""
         field = error.field
         if found := re.match(r"messages\[(\d+)\]", field):
             rest = field[found.end() :].replace("tool_call_id", "call_id")
@@ -120,15 +120,15 @@ async def create(service: Service, call: Call) -> Response:
     """POST /v1/responses."""
     asked = _Asked(service, call)
     try:
-        (turn,) = await begin(service, asked.turn_request())
+        (turn,) = await begin_turns(service, asked.turn_request())
         answer = Answer(asked.request, asked.tools, turn, service, lambda response: _store(service, asked, response))
         stream = events.generate(service.engine, turn.submit)
         if asked.request.stream:
-            head = StreamHead(renamed=asked.public)
+            head = StreamHead(renamed=asked.public, frame=named_frame, ending=b"")
             return await FrameResponse.begin(frames(stream, answer, head), head, headers(turn.clamped))
         async with aclosing(stream):
             async for event in stream:
-                answer.take(event)
+                answer.convert(event)
     except RequestError as error:
         raise asked.public(error) from None
     return json_response(answer.response, headers=headers(turn.clamped))
@@ -245,7 +245,7 @@ def _stored(service: Service, call: Call) -> StoredResponse:
     response_id = call.path["response_id"]
     record = service.responses.get(response_id)
     if record is None:
-        raise _gone("response_id", response_id)
+        raise _not_found("response_id", response_id)
     return record
 
 
@@ -254,11 +254,11 @@ def _stored_conversation(service: Service, response_id: str | None) -> list[Stor
         return []
     records = service.responses.conversation(response_id)
     if records is None:
-        raise _gone("previous_response_id", response_id)
+        raise _not_found("previous_response_id", response_id)
     return records
 
 
-def _gone(field: str, response_id: str) -> ApiError:
+def _not_found(field: str, response_id: str) -> ApiError:
     reason = "no such response, or no longer: it or one before it was deleted, or made room for others"
     return ApiError(404, f"{field}={response_id!r}: {reason}", param=field, code="response_not_found")
 
@@ -269,7 +269,7 @@ def _items_of(record: StoredResponse) -> list[Item]:
 
 
 def _check_query(call: Call, known: dict[str, str | None]) -> None:
-    """`known`: parameters with the one value that is served, None for any."""
+    """Refuse other query parameters. known: each parameter's only supported value, None for any."""
     for name, value in call.query.items():
         if name not in known:
             raise RequestError(name, value, "is not supported")

@@ -1,25 +1,22 @@
-"""One response of /v1/responses: the object around its output, and the stream of events that tells of it.
+"""One response of /v1/responses: the object around its output, and its stream of events.
 
-Owns the events' numbers, the ways a response ends, and its usage. Knows a turn's events; nothing of items that come in,
-or of what is stored.
+Owns the events' sequence numbers, the ways a response ends, and its usage. Knows a turn's events; nothing of input
+items or of the store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from agentspec.server.answers import metrics_body
+from agentspec.server.errors import ApiError
 from agentspec.server.logprobs import content_logprobs
 from agentspec.server.responses_output import Event, Output
 from agentspec.server.responses_request import ENCRYPTED, ResponsesRequest
 from agentspec.server.responses_tools import Toolset
 from agentspec.server.service import Service
-from agentspec.server.sse import StreamHead
 from agentspec.server.token_room import usage_part
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.types import FinishReason
@@ -30,7 +27,9 @@ _ABORTED = "the request was aborted"
 
 
 class Answer:
-    """One response on its way: the object, and the events of its stream, numbered."""
+    """One running response: the object, and the numbered events of its stream. Implements sse.Streamed.
+
+    The last event is response.completed, response.incomplete or response.failed."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Answer:
         service: Service,
         store: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`store` is given the finished response."""
+        """store: called with the finished response."""
         self._turn = turn
         self._info = service.engine.info
         self._store = store
@@ -62,19 +61,22 @@ class Answer:
     def opening(self) -> list[Event]:
         return self._numbered([self._state("response.created"), self._state("response.in_progress")])
 
-    def take(self, event: EngineEvent) -> list[Event]:
-        """What an engine event adds. The last one makes `response` whole."""
+    def convert(self, event: EngineEvent) -> list[Event]:
+        """The stream events for an engine event. The last one completes `response`."""
         return self._numbered(self._finish(event) if isinstance(event, FinishEvent) else self._tokens(event))
 
-    def failed(self, message: str) -> list[Event]:
-        """The request failed half-way."""
-        return self._numbered([*self._output.close("incomplete"), self._failed(message)])
+    def failed(self, error: ApiError) -> list[Event]:
+        """The last events of a request that failed after the stream's head was sent; the opening, too, if it is still
+        missing."""
+        opening = [] if self._num_events else self.opening()
+        return opening + self._numbered([*self._output.close("incomplete"), self._failed(error.message)])
 
     def _tokens(self, event: TokensEvent) -> list[Event]:
         return self._output.push(self._turn.push(event), self._logprobs())
 
     def _logprobs(self) -> list[dict[str, Any]]:
-        """Those of the content that came last; OpenAI's bytes are a list here even where a token stands for none."""
+        """Log-probabilities of the latest content. In OpenAI's shape `bytes` is a list even for a token without
+        text."""
         content: list[dict[str, Any]] = content_logprobs(self._turn.take_content_scores(), self._turn.token_bytes)[
             "content"
         ]
@@ -119,7 +121,7 @@ class Answer:
 
 
 def usage_body(usage: Usage, end: TurnEnd) -> dict[str, Any]:
-    """OpenAI's usage of a response. Writing to the cache is never counted: it costs nothing."""
+    """OpenAI's usage of a response. Cache writes count as 0: they are free here."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -127,32 +129,6 @@ def usage_body(usage: Usage, end: TurnEnd) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-async def frames(
-    stream: AsyncGenerator[EngineEvent, None], answer: Answer, head: StreamHead
-) -> AsyncGenerator[bytes, None]:
-    """The frames of a response, one item per engine event. The last event is response.completed, response.incomplete or
-    response.failed.
-
-    An error before the first event is raised while `head` isn't sent."""
-    is_started = False
-    async with aclosing(stream):
-        try:
-            async for event in stream:
-                opening = [] if is_started else answer.opening()
-                is_started = True
-                if told := opening + answer.take(event):
-                    yield _frame(told)
-        except Exception as error:
-            if not (is_started or head.is_sent):
-                raise
-            opening = [] if is_started else answer.opening()
-            yield _frame(opening + answer.failed(head.described(error).message))
-
-
-def _frame(told: list[Event]) -> bytes:
-    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in told)
 
 
 def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:

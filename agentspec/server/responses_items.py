@@ -1,8 +1,7 @@
-"""Items of /v1/responses, and the messages that they mean: what a client sends, or what was stored for it.
+"""Input items of /v1/responses, sent by the client or stored, and their conversion to chat messages.
 
-Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. What items
-carry beside the fields of their shapes has no meaning here, and is left out. Knows nothing of the rest of a request, of
-prompts or HTTP.
+Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. Unknown fields
+of items are left out. Knows nothing of the rest of a request, of prompts or of HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.carried_reasoning import read_carried
+from agentspec.server.carried_reasoning import decode_reasoning
 from agentspec.server.fields import Notes, check
 from agentspec.server.responses_tools import INPUT, function_name
 
@@ -25,12 +24,12 @@ Item = dict[str, Any]
 
 
 class _Given(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What clients send, or send back: null is absent."""
+    """An item as clients send it, or send it back: null means absent."""
 
 
 class _PartOf(_Given, frozen=True, kw_only=True, tag_field="type"):
     annotations: list[Any] | None = None
-    """Carried along from answers; without effect, like the next."""
+    """Copied from answers; without effect, as are logprobs."""
     logprobs: list[Any] | None = None
 
 
@@ -49,50 +48,39 @@ class _Refusal(_PartOf, frozen=True, kw_only=True, tag="refusal"):
 _Part = _InputText | _OutputText | _Refusal
 
 
-class _Message(_Given, frozen=True, kw_only=True):
+class _Item(_Given, frozen=True, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+
+
+class _Message(_Item, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[_Part] | None
     type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
     phase: str | None = None
     """A label, without effect."""
 
 
-class _FunctionCall(_Given, frozen=True, kw_only=True):
+class _FunctionCall(_Item, frozen=True, kw_only=True):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str | None
     namespace: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
-class _FunctionCallOutput(_Given, frozen=True, kw_only=True):
-    type: Literal["function_call_output"]
+class _CallOutput(_Item, frozen=True, kw_only=True):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[_Part] | None
-    id: str | None = None
-    status: str | None = None
 
 
-class _CustomCall(_Given, frozen=True, kw_only=True):
+class _CustomCall(_Item, frozen=True, kw_only=True):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
     input: str | None
     namespace: str | None = None
-    id: str | None = None
-    status: str | None = None
-
-
-class _CustomCallOutput(_Given, frozen=True, kw_only=True):
-    type: Literal["custom_tool_call_output"]
-    call_id: str
-    output: str | list[_Part] | None
-    id: str | None = None
-    status: str | None = None
 
 
 class _Summary(_Given, frozen=True, kw_only=True):
@@ -105,25 +93,23 @@ class _Thought(_Given, frozen=True, kw_only=True):
     text: str
 
 
-class _Reasoning(_Given, frozen=True, kw_only=True):
+class _Reasoning(_Item, frozen=True, kw_only=True):
     type: Literal["reasoning"]
-    id: str | None = None
     summary: list[_Summary] | None = None
     content: list[_Thought] | None = None
     encrypted_content: str | None = None
-    """Read where there is no content, if it is of our making."""
-    status: str | None = None
+    """Read if there is no content, and if this server encoded it."""
 
 
 _KINDS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "message": (_Message, "msg"),
     "function_call": (_FunctionCall, "fc"),
-    "function_call_output": (_FunctionCallOutput, "fco"),
+    "function_call_output": (_CallOutput, "fco"),
     "custom_tool_call": (_CustomCall, "ctc"),
-    "custom_tool_call_output": (_CustomCallOutput, "ctco"),
+    "custom_tool_call_output": (_CallOutput, "ctco"),
     "reasoning": (_Reasoning, "rs"),
 }
-"""What each type of item is, and how the ids begin that such items are given."""
+"""By type of item: its struct, and the prefix of generated ids."""
 
 HostedItemKind = Literal[
     "apply_patch_call",
@@ -148,7 +134,7 @@ HostedItemKind = Literal[
 
 
 class HostedItem(msgspec.Struct, frozen=True):
-    """What a hosted tool did for another server's answer: no template has words for it."""
+    """A call or result of a hosted tool in another server's answer: templates can't render it."""
 
     type: HostedItemKind
 
@@ -157,31 +143,31 @@ _HOSTED = frozenset(HostedItemKind.__args__)  # type: ignore[attr-defined]
 
 
 class ItemReference(msgspec.Struct, frozen=True):
-    """An item that is stored here."""
+    """A reference to a stored item."""
 
     id: str
     type: Literal["item_reference"] | None = None
 
 
-ITEM_KINDS = (*(struct for struct, _ in _KINDS.values()), HostedItem, ItemReference)
+ITEM_KINDS = (*dict.fromkeys(struct for struct, _ in _KINDS.values()), HostedItem, ItemReference)
 
 _TEXTS = ("content", "arguments", "input", "output")
-"""Of items that aren't reasoning: a null there is an empty text, as in chat."""
+"""Fields of items other than reasoning in which null means an empty text, as in chat."""
 
 _OWN_ID = re.compile(f"(?:{'|'.join(prefix for _, prefix in _KINDS.values())})_[0-9a-f]{{32}}(?:_[0-9]+)?")
 
 
 def is_own_id(item_id: str) -> bool:
-    """The id was given here: no two items have it. Clients invent ids, too, and any two may invent the same."""
+    """Whether the id was generated here, so that no two items have it. Clients' own ids may collide."""
     return _OWN_ID.fullmatch(item_id) is not None
 
 
 def read_items(given: str | list[Any], notes: Notes, find: Callable[[str, str], Item]) -> list[tuple[str, Item]]:
-    """A request's input as items in one form, each with its name in the request: every field that has a meaning here,
-    an id, and content as parts.
+    """Convert a request's input to items in normal form, each with its field name: known fields only, an id, and
+    content as parts.
 
-    notes: of what is left out. `find`: a stored item by its id, given with the name of the field. Raises RequestError
-    naming the item and the field that is not supported or wrong, and what `find` raises."""
+    notes: collects what is left out. find: returns a stored item by its id and field name. Raises RequestError with the
+    item and the field that is refused or wrong, and any error of `find`."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     items = []
@@ -202,7 +188,8 @@ def read_items(given: str | list[Any], notes: Notes, find: Callable[[str, str], 
 
 
 def _is_result_of(item: dict[str, Any], calls: set[str]) -> bool:
-    """Some hosted calls (`local_shell_call`) are run by clients, which send back a function's result."""
+    """Whether this is the result of a hosted call. Clients run some of these (`local_shell_call`) and send back a
+    function's result."""
     call_id = item.get("call_id")
     return item["type"] == "function_call_output" and isinstance(call_id, str) and call_id in calls
 
@@ -230,11 +217,11 @@ def _read_item(given: dict[str, Any], kind: Any, name: str, notes: Notes) -> Ite
 
 
 def _open_reasoning(item: Item, notes: Notes) -> None:
-    """Its text where it can be read, and no encrypted content any more."""
+    """Replace encrypted content by its text, if it can be decoded."""
     sealed = item.pop("encrypted_content", None)
     if not sealed or item.get("content"):
         return
-    text = read_carried(sealed)
+    text = decode_reasoning(sealed)
     if text is None:
         notes.leave_out("input.encrypted_content", sealed, "is not of this server's making, and can't be read")
     else:
@@ -242,7 +229,7 @@ def _open_reasoning(item: Item, notes: Notes) -> None:
 
 
 def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """A refusal is a text to a model."""
+    """Content as parts. A refusal becomes a text."""
     if isinstance(content, str):
         return [{"type": kind, "text": content}]
     return [{"type": kind, "text": part["refusal"]} if part["type"] == "refusal" else part for part in content]
@@ -250,43 +237,42 @@ def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any
 
 @dataclass(slots=True)
 class Conversation:
-    """Items as OpenAI's chat messages, in the order of a prompt."""
+    """Items as OpenAI's chat messages, in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """For each message, what the client knows it by."""
+    """The client's field name of each message."""
     _last: Item | None = None
-    """The item before, when it is part of an assistant turn."""
+    """The previous item, if it is part of an assistant turn."""
 
     @classmethod
     def of(cls, instructions: str | None, named_items: Iterable[tuple[str, Item]]) -> Conversation:
-        """`named_items`: items of `read_items` or of a response's output, each with its name for errors.
+        """named_items: items of `read_items` or of a response's output, each with its field name for errors.
 
-        One response's reasoning, texts and calls become one assistant message."""
+        Reasoning, texts and calls of one response become one assistant message."""
         conversation = cls()
         if instructions:
-            conversation._add("instructions", {"role": "system", "content": instructions})
+            conversation._add_message("instructions", {"role": "system", "content": instructions})
         for name, item in named_items:
-            conversation._take(name, item)
+            conversation._add_item(name, item)
         return conversation
 
-    def _take(self, name: str, item: Item) -> None:
+    def _add_item(self, name: str, item: Item) -> None:
         kind = item["type"]
         if kind in ("function_call_output", "custom_tool_call_output"):
-            self._add(name, {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            self._add_message(name, {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
         elif kind == "message" and item["role"] == "user":
-            self._add(name, {"role": "user", "content": _text(item["content"])})
+            self._add_message(name, {"role": "user", "content": _text(item["content"])})
         elif kind == "message" and item["role"] != "assistant":
-            self._add(name, {"role": "system", "content": _text(item["content"])})
+            self._add_message(name, {"role": "system", "content": _text(item["content"])})
         else:
             if self._last is None or self._begins_turn(kind):
-                self._add(name, {"role": "assistant", "content": ""})
+                self._add_message(name, {"role": "assistant", "content": ""})
             self._extend_turn(item)
             self._last = item
 
     def _begins_turn(self, kind: str) -> bool:
-        """Reasoning opens a turn. Of two texts in a row each is a turn, since one turn's texts have calls between
-        them."""
+        """Reasoning starts a turn. So does a text directly after a text: within one turn, calls separate texts."""
         assert self._last is not None
         return kind == "reasoning" or (kind == "message" and self._last["type"] == "message")
 
@@ -306,7 +292,7 @@ class Conversation:
             function = {"name": function_name(item.get("namespace"), item["name"]), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
-    def _add(self, name: str, message: dict[str, Any]) -> None:
+    def _add_message(self, name: str, message: dict[str, Any]) -> None:
         self.messages.append(message)
         self.names.append(name)
         self._last = None

@@ -1,7 +1,7 @@
-"""The output of one response: its items as they grow, and the events that tell a stream of them.
+"""The output of one response: its items, and the stream events that describe their growth.
 
 Owns the shapes of output items and the documented order of their events. Knows the segmenter's events and the tools;
-nothing of the rest of a request, of responses as a whole or of HTTP.
+nothing of the rest of a request, of whole responses or of HTTP.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from agentspec.server.carried_reasoning import carried
+from agentspec.server.carried_reasoning import encode_reasoning
 from agentspec.server.custom_input import CustomInput
 from agentspec.server.responses_tools import Toolset
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 
 Event = dict[str, Any]
-"""`type` and what belongs to it, without its sequence number."""
+"""`type` and its fields, without the sequence number."""
 Ending = Literal["completed", "incomplete"]
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -27,13 +27,13 @@ _CALL_EVENTS = {
 
 
 class Output:
-    """At most one item is open: the last one. It is closed before the next begins."""
+    """The output items. At most one is open, the last one; it is closed before the next one starts."""
 
     def __init__(self, key: str, tools: Toolset, *, carries_reasoning: bool) -> None:
-        """`key` makes the items' ids unique. `tools`: what may be called. `carries_reasoning`: items of reasoning have
-        `encrypted_content`, too."""
+        """key: makes the items' ids unique. tools: the callable tools. carries_reasoning: add `encrypted_content` to
+        reasoning items."""
         self.items: list[dict[str, Any]] = []
-        """The closed ones."""
+        """The closed items."""
         self._key = key
         self._tools = tools
         self._carries_reasoning = carries_reasoning
@@ -46,11 +46,12 @@ class Output:
 
     @property
     def has_answer(self) -> bool:
-        """There is more than reasoning."""
+        """Whether there is an item other than reasoning."""
         return self._kind not in (None, "reasoning") or any(item["type"] != "reasoning" for item in self.items)
 
     def push(self, added: Iterable[TextEvent], logprobs: Sequence[Any] = ()) -> list[Event]:
-        """What the segmenter's events add. `logprobs` are of the content among them, and stand at its first piece."""
+        """The stream events for some segmenter events. logprobs: of the content among them, attached to its first
+        piece."""
         events: list[Event] = []
         for event in added:
             if isinstance(event, ReasoningDelta):
@@ -70,7 +71,7 @@ class Output:
         return events
 
     def close(self, ending: Ending) -> list[Event]:
-        """End the open item, if there is one. Arguments that were cut are never called done."""
+        """Close the open item, if there is one. Arguments that were cut off get no `done` event."""
         if self._kind is None:
             return []
         events: list[Event] = []
@@ -97,7 +98,7 @@ class Output:
         return events
 
     def add_empty_message(self) -> list[Event]:
-        """A turn in which nothing was said is a message without text."""
+        """Add a message without text, for a turn without output."""
         return [*self._open("message"), *self.close("completed")]
 
     def _text(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> list[Event]:
@@ -117,7 +118,7 @@ class Output:
         return self._open("custom_tool_call" if tool.kind == "custom" else "function_call")
 
     def _add_to_call(self, text: str) -> list[Event]:
-        """Of a custom tool's call nothing may be there to add yet."""
+        """Add to the open call. For a custom tool's call the addition may be empty."""
         assert self._kind is not None
         if not text and self._kind == "custom_tool_call":
             return []
@@ -155,6 +156,8 @@ class Output:
         if self._kind == "reasoning":
             reasoning = {**head, "summary": [], "content": [self._part()]}
             if self._carries_reasoning:
-                reasoning["encrypted_content"] = None if status == "in_progress" else carried("".join(self._pieces))
+                reasoning["encrypted_content"] = (
+                    None if status == "in_progress" else encode_reasoning("".join(self._pieces))
+                )
             return reasoning
         return {**head, "role": "assistant", "content": [self._part()]}

@@ -1,7 +1,7 @@
-"""Request bodies of /v1/responses, as tables/responses.py says what is served.
+"""Request bodies of /v1/responses; tables/responses.py lists the fields.
 
-Owns the struct, what an answer repeats of it, and the way to a TurnRequest. Knows nothing of items' meaning, of events
-or of HTTP.
+Owns the struct, the fields that an answer repeats, and the conversion to a TurnRequest. Knows nothing of items'
+meaning, of events or of HTTP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_LABELS, _MAX_LABEL_NAME, _MAX_LABEL = 16, 64, 512
 
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What `include` adds to an answer."""
+"""Values of `include` with an effect."""
 _OF_HOSTED = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -36,26 +36,26 @@ _OF_HOSTED = frozenset(
         "web_search_call.results",
     }
 )
-"""What `include` may ask of items that no answer here has."""
+"""Values of `include` for items that no answer here contains."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
-    """Taken as false."""
+    """Treated as false."""
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: str | None = None
-    """Any word, as in chat."""
+    """Any text, as in chat."""
     summary: str | None = None
-    """Without effect, like the next: there are no summaries, the reasoning itself is in the answer."""
+    """Without effect, as is generate_summary: answers contain the reasoning itself instead of summaries."""
     generate_summary: str | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
 
 class SchemaFormat(NamedSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """As in chat, without the level between."""
+    """As in chat, but without the nested object."""
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stream_options: StreamOptions | None = None
     store: bool = True
     include: list[str] = []
-    """Of LOGPROBS, ENCRYPTED and _OF_HOSTED; others are left out."""
+    """LOGPROBS, ENCRYPTED or one of _OF_HOSTED; others are left out."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tools: list[dict[str, Any]] = []
@@ -87,16 +87,16 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     text: Text | None = None
     metadata: dict[str, str] = {}
     prompt_cache_key: str | None = None
-    """The session, when no header names one."""
+    """The session, if no header names one."""
     safety_identifier: str | None = None
-    """A label, without effect, like the next."""
+    """A label, without effect, as is user."""
     user: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    """Not OpenAI's, like the next: as in /v1/chat/completions."""
+    """Not OpenAI's, as is cache_salt: the same as in /v1/chat/completions."""
     cache_salt: str = ""
 
     def echo(self) -> dict[str, Any]:
-        """What a response repeats of its request, in OpenAI's shape."""
+        """The fields of the request that a response repeats, in OpenAI's shape."""
         reasoning, text = self.reasoning or Reasoning(), self.text or Text()
         return {
             "background": False,
@@ -123,7 +123,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         }
 
     def turn_request(self, messages: list[dict[str, Any]], toolset: Toolset, session_id: str | None) -> TurnRequest:
-        """`toolset`: of this request's tools. Raises RequestError for a choice of tools that isn't served."""
+        """Convert to a turn. toolset: of this request's tools. Raises RequestError for an unsupported choice of
+        tools."""
         demand, callable_names = toolset.demand(self.tool_choice, parallel=self.parallel_tool_calls)
         return TurnRequest(
             messages=messages,
@@ -154,8 +155,8 @@ CHECKED: Checked = {"input": (str,), "input[]": ITEM_KINDS, "tools[]": TOOL_KIND
 
 
 def parse(body: Any, notes: Notes) -> ResponsesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
-    nobody knows."""
+    """Check a decoded JSON body. Raises RequestError for the first field that is refused or wrong. notes: collects
+    unknown fields."""
     refuse_hosted_choice(body.get("tool_choice") if isinstance(body, dict) else None)
     request = read(body, ResponsesRequest, RESPONSES, notes, required=("model", "input"))
     if request.stream_options is not None and not request.stream:

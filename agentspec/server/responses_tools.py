@@ -1,7 +1,7 @@
-"""Tools of /v1/responses as the functions that a model is shown, and the way back from a function's name to the tool.
+"""Converts the tools of /v1/responses to functions, and a function's name back to its tool.
 
-A custom tool is a function with one text, `input`. The tools of a namespace stand under joined names. Hosted tools,
-which OpenAI would run, are left out. Knows nothing of items, events or the rest of a body.
+A custom tool becomes a function with one text parameter, `input`. Tools of a namespace get the namespace as a prefix.
+Hosted tools, which OpenAI would run, are left out. Knows nothing of items, events or the rest of a body.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import msgspec
 from agentspec.errors import RequestError
 from agentspec.server.demands import AllowedTools, AllowedToolsChoice, FunctionName, NamedTool, ToolChoice, tool_demand
 from agentspec.server.fields import Notes, check
+from agentspec.server.openai import FunctionSpec
 from agentspec.text.constraints import ToolDemand
 from agentspec.text.schema_patterns import TEXT_IN_TAGS, PatternError, read_pattern
 
 INPUT = "input"
-"""The one parameter of a custom tool's function."""
+"""The only parameter of a custom tool's function."""
 
 _NO_SERVICE = (
     "is a tool that its service runs, and none is run here; tools of type function, custom and namespace are served"
@@ -35,11 +36,8 @@ class GrammarInput(msgspec.Struct, frozen=True, tag_field="type", tag="grammar")
     definition: str
 
 
-class FunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(FunctionSpec, frozen=True, tag_field="type", tag="function"):
+    """As in chat, but without the nested object."""
 
 
 class CustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
@@ -84,10 +82,8 @@ _KINDS: dict[str, type[msgspec.Struct]] = {"function": FunctionTool, "custom": C
 TOOL_KINDS = (*_KINDS.values(), HostedTool)
 
 
-class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """As in chat, without the level between, like the next."""
-
-    name: str
+class FunctionChoice(FunctionName, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """As in chat, but without the nested object. CustomChoice likewise."""
 
 
 class CustomChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
@@ -118,37 +114,37 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """The tools of one request that can be called."""
+    """The callable tools of one request."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """As /v1/chat/completions has them, so that both make the same prompt of them."""
+    """In the shape of /v1/chat/completions, so that both APIs make the same prompt."""
     places: list[str] = field(default_factory=list)
-    """For each function, where its tool stands in the request."""
+    """For each function, its tool's field name in the request."""
     called: dict[str, Called] = field(default_factory=dict)
-    """For each function by name, the tool that it stands for."""
+    """By function name: the tool that the function stands for."""
     known_as: dict[tuple[str, str] | str, list[str]] = field(default_factory=dict)
-    """Names of functions by kind and name of their tools, and by namespace."""
+    """Names of functions by (kind, name) of their tools, and by namespace."""
 
     @classmethod
     def of(cls, tools: list[dict[str, Any]], notes: Notes) -> Toolset:
-        """Raises RequestError with the first field that is not served or wrong. notes: of the hosted tools, and of
-        formats that can't be enforced."""
+        """Convert tools. Raises RequestError for the first field that is refused or wrong. notes: collects hosted
+        tools, and formats that can't be enforced."""
         toolset = cls()
         for index, tool in enumerate(tools):
-            toolset._take(tool, f"tools[{index}]", notes)
+            toolset._add_tool(tool, f"tools[{index}]", notes)
         return toolset
 
     @property
     def names(self) -> list[str]:
-        """Those of the functions."""
+        """Names of the functions."""
         return [function["function"]["name"] for function in self.functions]
 
     def tool(self, function_name: str) -> Called:
-        """What a call of this function calls. A model may call what isn't there."""
+        """The tool that a call of this function refers to. Models may call functions that don't exist."""
         return self.called.get(function_name) or Called(name=function_name)
 
     def demand(self, choice: Choice, *, parallel: bool) -> tuple[ToolDemand, frozenset[str] | None]:
-        """As demands.tool_demand. Raises RequestError for a choice of tools that aren't there."""
+        """As demands.tool_demand. Raises RequestError for a choice of missing tools."""
         asked: ToolChoice
         if isinstance(choice, FunctionChoice | CustomChoice):
             kind: Any = "function" if isinstance(choice, FunctionChoice) else "custom"
@@ -166,7 +162,7 @@ class Toolset:
         return tool_demand(asked, self.names, parallel=parallel)
 
     def _allowed(self, tool: AllowedTool, field: str) -> list[str]:
-        """Functions that an entry of allowed_tools names. None for a hosted tool: it was left out before."""
+        """The functions that an entry of allowed_tools names. Empty for a hosted tool, which was left out before."""
         if tool.type in _HOSTED:
             return []
         if tool.name is None:
@@ -179,7 +175,7 @@ class Toolset:
         return [self._function(kind, tool.name, f"{field}.name")]
 
     def _function(self, kind: Literal["function", "custom"], name: str, field: str) -> str:
-        """The function of the tool that a choice names: by its own name, or with its namespace."""
+        """The function of the tool that a choice names, with or without its namespace."""
         if (exact := self.called.get(name)) is not None and exact.kind == kind:
             return name
         found = self.known_as.get((kind, name), ())
@@ -189,7 +185,7 @@ class Toolset:
             raise RequestError(field, name, f"is the name of several tools: say which ({', '.join(found)})")
         return found[0]
 
-    def _take(self, tool: dict[str, Any], place: str, notes: Notes) -> None:
+    def _add_tool(self, tool: dict[str, Any], place: str, notes: Notes) -> None:
         kind = tool.get("type")
         if isinstance(kind, str) and kind in _HOSTED:
             notes.leave_out(f"tools.{kind}", tool, _NO_SERVICE)
@@ -199,15 +195,17 @@ class Toolset:
             raise RequestError(f"{place}.type", kind, f"is not a kind of tool that is known (only {', '.join(_KINDS)})")
         check(tool, struct, place)
         if kind != "namespace":
-            self._add(tool, place, None, notes)
+            self._add_function(tool, place, None, notes)
             return
         for index, inner in enumerate(tool["tools"]):
-            # The model sees no namespaces, so what is said of one stands before its first tool.
+            # The model doesn't see namespaces, so a namespace's description is put before its first tool.
             of_all = f"Of all tools whose names begin with {function_name(tool['name'], '')}: {tool.get('description')}"
             lead = of_all if index == 0 and tool.get("description") else ""
-            self._add(inner, f"{place}.tools[{index}]", tool["name"], notes, lead)
+            self._add_function(inner, f"{place}.tools[{index}]", tool["name"], notes, lead)
 
-    def _add(self, tool: dict[str, Any], place: str, namespace: str | None, notes: Notes, lead: str = "") -> None:
+    def _add_function(
+        self, tool: dict[str, Any], place: str, namespace: str | None, notes: Notes, lead: str = ""
+    ) -> None:
         called = Called(kind=tool["type"], name=tool["name"], namespace=namespace)
         name = function_name(namespace, tool["name"])
         if name not in self.called:
@@ -227,7 +225,7 @@ class Toolset:
 
 
 def function_name(namespace: str | None, name: str) -> str:
-    """What the model knows a tool by."""
+    """The model's name for a tool."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -238,7 +236,7 @@ def is_hosted(tool: dict[str, Any]) -> bool:
 
 
 def refuse_hosted_choice(choice: Any) -> None:
-    """Raise RequestError when a body's tool_choice wants a tool that nobody runs here."""
+    """Raise RequestError if a body's tool_choice requires a hosted tool."""
     if isinstance(choice, dict) and isinstance(kind := choice.get("type"), str) and kind in _HOSTED:
         raise RequestError("tool_choice.type", kind, _NO_SERVICE)
 
@@ -253,7 +251,7 @@ def _of_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_custom(tool: dict[str, Any], notes: Notes) -> dict[str, Any]:
-    """Strict only where there is a format to hold the input to: a grammar costs all of the turn's tokens something."""
+    """A custom tool's function. Strict only if the format can be enforced: a grammar slows down the whole turn."""
     given = tool.get("format") or {}
     described = _FORMATS[given.get("syntax", "text")](given.get("definition", ""))
     parameter = {"type": "string", "description": described}
@@ -278,8 +276,8 @@ _FORMATS: dict[str, Callable[[str], str]] = {
 
 
 def _pattern(definition: str) -> str | None:
-    """A JSON schema's `pattern` for a whole input; None for an expression that can't be enforced."""
-    if "|" not in definition:  # anchors, which a group can't hold, say nothing more here
+    """A JSON schema's `pattern` for a whole input; None for a regular expression that can't be enforced."""
+    if "|" not in definition:  # without alternatives, outer anchors are redundant, and a group can't contain them
         definition = definition.removeprefix("^")
         definition = definition if definition.endswith("\\$") else definition.removesuffix("$")
     pattern = f"^(?:{definition})$"

@@ -1,4 +1,5 @@
-"""A server under a path of a proxy's, such as /models: what stands behind it never sees that path. Knows ASGI."""
+"""Serves under a path prefix of a reverse proxy, such as /models: the app behind it never sees the prefix. Knows
+ASGI."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """In front of an app: takes the prefix off, where the proxy has left it. A proxy that strips it needs nothing here,
-    and both may ask."""
+    """An ASGI layer that removes the prefix if the proxy has kept it. It accepts paths without the prefix, too, for
+    proxies that strip it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
@@ -17,7 +18,7 @@ class RootPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
         if path == self._prefix and scope["method"] in ("GET", "HEAD"):
-            # The page names its files relative to where it stands.
+            # The page's links are relative to its own URL, so it needs the trailing slash.
             await RedirectResponse(f"{path}/", 308)(scope, receive, send)
             return
         if path.startswith(f"{self._prefix}/"):

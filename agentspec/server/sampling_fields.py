@@ -1,5 +1,5 @@
-"""How a token is drawn, as every API of OpenAI's shape asks for it. Ranges are those of types.SamplingParams, which the
-engine checks."""
+"""The sampling fields of every API of OpenAI's shape. Ranges are those of types.SamplingParams, which the engine
+checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.types import SamplingParams
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a body. From top_k on not all of them are OpenAI's; vLLM's clients send them."""
+    """Sampling fields of a body. From top_k on some are not OpenAI's; vLLM's clients send them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -26,7 +26,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
 
     def sampling_with(self, **further: Any) -> SamplingParams:
-        """These fields, and what else an API takes."""
+        """SamplingParams of these fields and of an API's own."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=top_k_of(self.top_k),
@@ -43,5 +43,5 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def top_k_of(asked: int) -> int:
-    """As the engine has it: -1 keeps all, as 0 does."""
+    """In the engine's convention: -1 disables it, as does 0."""
     return 0 if asked == -1 else asked

@@ -1,7 +1,7 @@
 """Server-sent events: the frames of one streamed answer, ended by exactly one terminal frame.
 
-The terminal frame is `[DONE]` after a finish, or one error object when the request fails half-way. What the chunks say
-is the business of chat.py and completions.py.
+The terminal frame is `[DONE]` or the API's own last event after a finish, or an error when the request fails. Owns the
+frames; the APIs' modules own the events.
 """
 
 from __future__ import annotations
@@ -10,39 +10,49 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from agentspec.errors import AgentspecError, RequestError, printable
 from agentspec.server.errors import ApiError, api_error
 from agentspec.server.request_ids import log_mark
-from agentspec.wire import Event, FinishEvent, TokensEvent
 
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which no client takes for an event."""
+"""A comment, which clients ignore."""
 
 _log = logging.getLogger(__name__)
 
+_Item = TypeVar("_Item", contravariant=True)
 
-def _as_it_is(error: RequestError) -> RequestError:
-    return error
+
+def frame(event: dict[str, Any]) -> bytes:
+    """The frame of an event without a name."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def named_frame(event: dict[str, Any]) -> bytes:
+    """The frame of an event that is named by its `type`."""
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 @dataclass(kw_only=True, slots=True)
 class StreamHead:
-    """The part of a stream before its events. Until it is sent, an error still chooses the status."""
+    """The format of a stream, and whether its head is sent. Until then, an error can still determine the status."""
 
-    renamed: Callable[[RequestError], RequestError] = _as_it_is
-    """The error in the words of the endpoint."""
+    renamed: Callable[[RequestError], RequestError] = lambda error: error
+    """Maps an error to the endpoint's field names."""
     keep_alive: bytes = KEEP_ALIVE
-    """What is sent when there has been nothing else to send for a while."""
+    """Sent when a stream has been silent for a while."""
+    frame: Callable[[dict[str, Any]], bytes] = frame
+    ending: bytes = DONE
+    """The terminal frame after a finish; empty: the last event is the terminal frame."""
     is_sent: bool = False
 
     def described(self, error: Exception) -> ApiError:
-        """The error that ends a stream half-way. It is logged here: the stream's status is 200."""
+        """The error that ends a running stream. It is logged here, since the stream's status is 200."""
         if isinstance(error, RequestError):
             error = self.renamed(error)
         if isinstance(error, AgentspecError | ApiError):
@@ -53,43 +63,41 @@ class StreamHead:
         return ApiError(500, "internal error")
 
 
-class Chunks(Protocol):
-    """Turns the events of one answer's requests into its chunk objects. `index` says which request an event belongs
-    to."""
+class Streamed(Protocol[_Item]):
+    """Converts what one answer gets from the engine to the events of its stream."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before anything generated; called once, when the first event is there."""
+        """Events before the generated ones; called once, at the first item."""
         ...
 
-    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]: ...
-
-    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
-        """The rest of the text and the finish reason; behind the last one, what the answer cost."""
+    def convert(self, item: _Item, /) -> list[dict[str, Any]]:
+        """The stream events for one item."""
         ...
 
-
-def frame(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """The last events of a request that failed after the stream's head was sent."""
+        ...
 
 
 async def frames(
-    events: AsyncGenerator[tuple[int, Event], None], chunks: Chunks, head: StreamHead
+    items: AsyncGenerator[_Item, None], answer: Streamed[_Item], head: StreamHead
 ) -> AsyncGenerator[bytes, None]:
-    """The frames of `events` (see events.merge), one item per engine event and a terminal one.
+    """The frames of a stream, one part per item, and a terminal frame.
 
-    An error before the first event is raised while `head` isn't sent; a later one becomes the terminal frame."""
+    An error before the first item is raised if the stream's head isn't sent yet; a later one becomes the terminal
+    frame."""
     started = False
-    async with aclosing(events):
+    async with aclosing(items):
         try:
-            async for index, event in events:
-                opening = [] if started else chunks.opening()
+            async for item in items:
+                opening = [] if started else answer.opening()
                 started = True
-                added = chunks.finish(index, event) if isinstance(event, FinishEvent) else chunks.tokens(index, event)
-                if opening or added:
-                    yield b"".join(map(frame, opening + added))
+                if made := opening + answer.convert(item):
+                    yield b"".join(map(head.frame, made))
         except Exception as error:
             if not (started or head.is_sent):
                 raise
-            yield frame(head.described(error).body())
+            yield b"".join(map(head.frame, answer.failed(head.described(error))))
             return
-    yield DONE
+    if head.ending:
+        yield head.ending

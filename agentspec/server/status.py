@@ -1,4 +1,4 @@
-"""What a server says about itself: its model, its version, its health, its counters."""
+"""Information about the server: its model, version, health and counters."""
 
 from __future__ import annotations
 

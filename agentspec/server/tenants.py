@@ -1,17 +1,16 @@
-"""Who asks: what belongs to one key alone, and how much of the engine it may have.
+"""Tenants: the isolation between API keys, and the limits of each.
 
-Owns the names that keep keys apart (namespaces and sessions), the limits of a key and what counts against them. Knows
-no key itself, and no endpoint.
+Owns the names that separate keys (namespaces and sessions), the limits of a key and the counters behind them. Knows no
+key itself, and no endpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
@@ -20,32 +19,32 @@ from agentspec.server.recorder import WatchedEngine
 from agentspec.wire import EngineClient, Event, Submit, TokensEvent
 
 TENANT = "agentspec.tenant"
-"""Where the scope of a request that brought a key holds its Tenant."""
+"""The scope key of a request's Tenant."""
 
 _RETRY_SECONDS = 1
-"""When a client is asked to come again for a place. It may be free at any time."""
+"""Retry-After when all places are taken; one may become free at any time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one key. None: only the server's own."""
+    """Limits of one key. None: only the server's own."""
 
     max_running: int | None = None
-    """Prompts (each choice is one) that are in the engine at the same time; others wait."""
+    """Prompts (each choice is one) in the engine at the same time; others wait."""
     max_queue: int | None = None
-    """How many may wait so; more are refused."""
+    """How many may wait; more are refused."""
     tokens_per_minute: int | None = None
-    """Prompt and output together. What is over it is made up for: until then requests are refused."""
+    """Prompt and output together. After an excess, requests are refused until it has been made up for."""
 
 
 class Tenant:
-    """A key by its name, for as long as it is known. Belongs to one event loop."""
+    """The state of one key, by name, while the key exists. Belongs to one event loop."""
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """name: without a slash; "" stands for everybody where no key is asked for."""
+        """name: without a slash; "" for all requests if no key is required."""
         self.name = name
         self.num_inside = 0
-        """HTTP requests that run or wait behind the door."""
+        """HTTP requests that the Door has admitted and that still run or wait."""
         self.num_requests = 0
         """Submits so far."""
         self.num_refused = 0
@@ -59,8 +58,8 @@ class Tenant:
         self._tokens_left = 0.0
         self._counted_at = 0.0
 
-    def apply(self, group: str | None, limits: Limits) -> None:
-        """What counts from now on. What runs already goes on beside a new `max_running`."""
+    def set_limits(self, group: str | None, limits: Limits) -> None:
+        """Set group and limits. Running requests don't count against a new `max_running`."""
         if limits.max_running != self._limits.max_running:
             self._slots = None if limits.max_running is None else asyncio.Semaphore(limits.max_running)
         if limits.tokens_per_minute is not None and limits.tokens_per_minute != self._limits.tokens_per_minute:
@@ -68,17 +67,16 @@ class Tenant:
         self._group, self._limits = group, limits
 
     def namespace(self, salt: str) -> str:
-        """Where this key's requests with a salt of their own find and leave prefixes and turns: inside its group, or by
-        itself.
+        """The namespace of this key's requests with a given salt, for prefixes and turns: within its group, or its own.
 
-        Names and groups have no slash, so whatever the salt is, it is behind the second one: no salt leads into another
+        Names and groups contain no slash and the salt comes after the second one, so no salt can reach another
         group."""
         if not self.name:
             return salt
         return f"key/{self.name}/{salt}" if self._group is None else f"group/{self._group}/{salt}"
 
-    def check(self) -> None:
-        """Raises OverloadedError, naming the limit, for a request that can't come in now."""
+    def check_limits(self) -> None:
+        """Raise OverloadedError, naming the limit, if a request can't be admitted now."""
         self._check_places()
         limit = self._limits.tokens_per_minute
         if limit is None:
@@ -112,8 +110,7 @@ class Tenant:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """One of the places in the engine, in the order of asking. Raises OverloadedError where too many wait for
-        one."""
+        """Hold one of the places in the engine, in FIFO order. Raises OverloadedError if too many wait."""
         slots = self._slots
         if slots is None:
             yield
@@ -129,19 +126,18 @@ class Tenant:
         finally:
             slots.release()
 
-    def count(self, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+    def count_tokens(self, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         self.prompt_tokens += prompt_tokens
         self.output_tokens += output_tokens
         self._tokens_left -= prompt_tokens + output_tokens
 
 
 NOBODY = Tenant()
-"""Who asks where no key is asked for. Without limits or figures."""
+"""The tenant of all requests if no key is required. Without limits or counters."""
 
 
 class TenantEngine(WatchedEngine):
-    """An engine client for one request of a key: what it submits carries the key's names, and counts against its
-    limits.
+    """An engine client for one request of a key: applies the key's namespace, session prefix and limits.
 
     Implements wire.EngineClient."""
 
@@ -149,10 +145,10 @@ class TenantEngine(WatchedEngine):
         super().__init__(engine)
         self._tenant = tenant
         self._prompts: dict[int, Sequence[int]] = {}
-        """Those that were counted, by identity: choices share theirs."""
+        """Prompts already counted, by identity: choices share theirs."""
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """The engine's events, untouched. Raises OverloadedError, too."""
+        """The engine's events, unchanged. Also raises OverloadedError."""
         tenant = self._tenant
         owned = msgspec.structs.replace(
             submit,
@@ -164,10 +160,9 @@ class TenantEngine(WatchedEngine):
             tenant.num_requests += 1
             if id(submit.prompt_ids) not in self._prompts:
                 self._prompts[id(submit.prompt_ids)] = submit.prompt_ids
-                tenant.count(prompt_tokens=len(submit.prompt_ids))
-            # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
-            async with aclosing(cast(AsyncGenerator[Event, None], self._engine.stream(owned))) as events:
+                tenant.count_tokens(prompt_tokens=len(submit.prompt_ids))
+            async with self._opened(owned) as events:
                 async for event in events:
                     if isinstance(event, TokensEvent):
-                        tenant.count(output_tokens=len(event.token_ids))
+                        tenant.count_tokens(output_tokens=len(event.token_ids))
                     yield event

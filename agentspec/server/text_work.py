@@ -1,8 +1,7 @@
-"""Work on clients' texts, whatever their size: prompts built of messages, and texts encoded. In this process, or behind
-a door of the same shape.
+"""Unbounded work on clients' texts: building prompts and encoding. The work is done in this process, or elsewhere
+behind the same interface.
 
-Knows nothing of HTTP. What is cheap and bounded (one answer's text, single tokens) is pipeline.py's and stays with
-whoever asks.
+Knows nothing of HTTP. Cheap and bounded work (one answer's text, single tokens) is done by pipeline.py directly.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from agentspec.text.tool_calls import Dialect
 
 
 class PromptFacts(Protocol):
-    """What the server asks of whoever builds its prompts, beside the prompts. A PromptBuilder has it."""
+    """Properties of the prompt builder that the server needs. A PromptBuilder has them."""
 
     @property
     def dialect(self) -> Dialect | None: ...
@@ -41,8 +40,8 @@ class PromptFacts(Protocol):
 
 
 class TextWork(Protocol):
-    """Raises RequestError for what can't be used, ContextLengthError for too many tokens, OverloadedError where too
-    much waits."""
+    """Raises RequestError for invalid input, ContextLengthError for too many tokens, OverloadedError if too much work
+    waits."""
 
     async def build(self, asked: PromptAsk, flow: Flow) -> BuiltPrompt: ...
 
@@ -55,23 +54,23 @@ class TextWork(Protocol):
         is_cut: bool,
         skip_special_tokens: bool,
     ) -> None:
-        """Keep a finished turn: see PromptBuilder.remember."""
+        """Store a finished turn: see PromptBuilder.remember."""
         ...
 
     async def encode(self, texts: list[str], limit: TokenLimit, flow: Flow) -> list[array[int]]:
-        """The ids of each text, none of which may have more than the limit."""
+        """The ids of each text. Each text must keep to the limit."""
         ...
 
 
 class ThreadedText:
-    """In this process, on a thread of its own: for engines that are somebody's library. Nothing ends a job but its own
-    end."""
+    """Does the work in this process, on a thread: for engines embedded in another program. A job can't be
+    interrupted."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: PromptBuilder | None) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="agentspec-prompts")
-        """Builds prompts, one at a time: what a client that left has asked for is built to its end before the next."""
+        """Builds prompts, one at a time: a prompt is finished even if its client has left."""
 
     async def build(self, asked: PromptAsk, flow: Flow) -> BuiltPrompt:
         assert self._prompts is not None

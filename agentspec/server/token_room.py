@@ -1,4 +1,4 @@
-"""A token limit beyond the room that the prompt leaves in the context: what is used instead, and how an answer says so.
+"""Clamps a token limit to the room that the prompt leaves in the context, and reports the clamping in the answer.
 
 Knows sampling and lengths; nothing of endpoints.
 """
@@ -15,10 +15,9 @@ HEADER = "x-agentspec-max-tokens"
 def within_room(
     sampling: SamplingParams, num_prompt_tokens: int, max_context: int, *, num_forced: int = 0
 ) -> SamplingParams:
-    """The same sampling, its max_tokens clamped to what the context leaves. num_forced: tokens of an output that is
-    forced.
+    """The same sampling with max_tokens clamped to the rest of the context. num_forced: length of a forced output.
 
-    Where there is no room for the least that must be generated it stays as it is, and the engine refuses it."""
+    If there is no room for the minimum output, it stays unchanged, and the engine refuses it."""
     room = max_context - num_prompt_tokens
     if sampling.max_tokens is None or sampling.max_tokens <= room or room < max(1, num_forced, sampling.min_tokens):
         return sampling
@@ -26,15 +25,15 @@ def within_room(
 
 
 def clamped_to(asked: SamplingParams, used: SamplingParams) -> int | None:
-    """The limit that is used instead of the one that was asked for; None: they are the same."""
+    """The limit used instead of the requested one; None: they are equal."""
     return None if used.max_tokens == asked.max_tokens else used.max_tokens
 
 
 def headers(clamped: int | None) -> dict[str, str]:
-    """Of the answer; none when nothing was clamped."""
+    """Headers of the answer; empty without clamping."""
     return {} if clamped is None else {HEADER: str(clamped)}
 
 
 def usage_part(clamped: int | None) -> dict[str, int]:
-    """What a usage has beside its counts; nothing when nothing was clamped."""
+    """Extra fields of a usage object; empty without clamping."""
     return {} if clamped is None else {"max_tokens_clamped_to": clamped}

@@ -1,7 +1,7 @@
-"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render, and /tokenizer_info.
-Nothing is generated.
+"""Prompts as the engine sees them, without generation: /tokenize, /detokenize, /v1/chat/completions/render and
+/tokenizer_info.
 
-Owns the shapes of these endpoints, which follow vLLM's. What a chat becomes is turn.py's business.
+Owns the shapes of these endpoints, which follow vLLM's. Prompts are built in turn.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.chat import CHAT
 from agentspec.server.tables.tokenize import DETOKENIZE, TOKENIZE
-from agentspec.server.turn import begin, build_prompt
+from agentspec.server.turn import begin_turns, build_prompt
 from agentspec.text.token_limit import COUNTED_CONTEXTS, TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ _OF_CHAT = ("tools", "chat_template_kwargs", "reasoning_effort", "cache_salt")
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt`, or `messages` with what else of a chat request shapes its prompt."""
+    """Either `prompt`, or `messages` with the fields of a chat request that affect its prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -40,7 +40,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: str | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
-    """False without the one above: the ids of the messages alone, for which chat has no use."""
+    """False without continue_final_message: the ids of the messages alone, which chat doesn't support."""
     add_special_tokens: bool = False
     """Without effect: the tokenizers of this family add none."""
     return_token_strs: bool = False
@@ -88,7 +88,7 @@ async def render(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for
     the first."""
     asked = service.named(openai.parse_chat(call.body, call.notes))
-    turns = await begin(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
+    turns = await begin_turns(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     submit = turns[0].submit
     body = {
         "model": asked.model,
@@ -152,7 +152,7 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
         (found,) = await service.text.work.encode([asked.prompt], limit, Flow(service.tenant.name))
         return list(found)
     if not asked.continue_final_message:
-        of_chat.pop("add_generation_prompt", None)  # alone it is nothing that a chat could ask for
+        of_chat.pop("add_generation_prompt", None)  # false alone is not valid in chat
     body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
     turn = chat.turn_request(openai.parse_chat(body), None)
     return list(
@@ -161,7 +161,7 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """The model may be absent here, as in vLLM."""
+    """Check the model's name, which may be absent here, as in vLLM."""
     if name is not None:
         service.answer_name(name)
 

@@ -1,8 +1,8 @@
 """An httpx transport to an ASGI app in the same process: no socket, and a body that streams as the app sends it.
 
-httpx's own ASGITransport collects the whole body first, which would hide every first-token time. Closing a response
-early reaches the app as `http.disconnect`, and the close returns when the app has returned. An exception of the app is
-raised to the caller that waits for the response or reads it. Knows nothing of agentspec.
+httpx's own ASGITransport collects the whole body first, which would hide the time to the first token. Closing a
+response early reaches the app as `http.disconnect`; the close returns when the app has returned. An exception of the
+app is raised in the caller that waits for the response or reads it. Knows nothing of agentspec.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class _Transport:
 
 
 class _Exchange:
-    """One request and its response: the app's side runs as a task, the caller's side reads a queue.
+    """One request and its response: the app runs as a task, the caller reads a queue.
 
-    The queue is unbounded, as if the socket's buffer held the whole answer: a slow reader doesn't slow the engine."""
+    The queue is unbounded, like a large socket buffer: a slow reader doesn't slow the engine."""
 
     def __init__(self, body: bytes, broken: type[Exception]) -> None:
-        """`broken` is raised when the app returns before its answer is complete."""
+        """broken: raised when the app returns before its answer is complete."""
         self._broken = broken
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -82,19 +82,19 @@ class _Exchange:
                 yield message["body"]
 
     async def hang_up(self) -> None:
-        """Tell the app that nobody listens, and wait until it has returned."""
+        """Send the app a disconnect, and wait until it has returned."""
         self._closed.set()
         assert self._task is not None
         await asyncio.wait((self._task,))
         if not self._task.cancelled():
-            self._task.exception()  # a failure after the caller left has nobody to go to
+            self._task.exception()  # retrieve the error: the caller has left
 
     async def _next(self) -> Message | None:
         message = await self._messages.get()
         if message is None:
             assert self._task is not None
             self._messages.put_nowait(None)
-            await self._task  # raises what the app raised
+            await self._task  # raises the app's exception
         return message
 
     async def _receive(self) -> Message:
@@ -111,7 +111,7 @@ class _Exchange:
             self._complete = True
             self._closed.set()
         self._messages.put_nowait(message)
-        await asyncio.sleep(0)  # a send yields to the reader, as a write to a socket may
+        await asyncio.sleep(0)  # let the reader run, as a write to a socket may
 
 
 class _Body:
@@ -127,7 +127,7 @@ class _Body:
 
 
 class InProcessTransport(_Transport, httpx.AsyncBaseTransport):
-    """The transport for a client of httpx."""
+    """The transport for an httpx client."""
 
     library = httpx
     body_type = type("InProcessBody", (_Body, httpx.AsyncByteStream), {})

@@ -1,7 +1,7 @@
-"""One assistant turn, whatever API asked for it: messages in, text events and an end out.
+"""One assistant turn of any API: messages in, text events and an end out.
 
-Owns the way from a TurnRequest to its submits, and from engine events to segmenter events. The APIs' modules (chat,
-responses, messages) turn their bodies into TurnRequests and these events into their own shapes; none of them knows of
+Owns the conversion of a TurnRequest to its submits, and of engine events to segmenter events. The APIs' modules (chat,
+responses, messages) convert their bodies to TurnRequests and these events to their own shapes; none of them knows of
 prompts or grammars.
 """
 
@@ -37,65 +37,62 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
-    """What every API asks of a turn."""
+    """A request for one turn, in a form common to all APIs."""
 
     messages: list[dict[str, Any]]
     """OpenAI's message objects."""
     sampling: SamplingParams
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """OpenAI's function tools. The template is shown all of each but its `strict`, which speaks to the server."""
+    """OpenAI's function tools. The template sees everything but `strict`, which is for the server."""
     hidden_tools: frozenset[str] = frozenset()
-    """Names of tools that the template isn't shown: a message shows them, or nothing does yet. Their calls are read
-    like all others."""
+    """Names of tools that the template isn't shown: a message shows them, or nothing yet. Their calls are parsed like
+    all others."""
     demand: ToolDemand = field(default_factory=ToolDemand)
     callable_names: frozenset[str] | None = None
-    """The tools that may be called, of those that the template is shown; None: all. Needs the choice "required"."""
+    """The shown tools that may be called; None: all. Requires the choice "required"."""
     output: OutputForm | None = None
     effort: str | None = None
-    """How much to reason: "none" switches thinking off. Without effect where the checkpoint's template knows nothing of
-    it."""
+    """How much to reason; "none" switches thinking off. Without effect if the template has no such variable."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     marked: Sequence[CacheMark] = ()
-    """Places of the prompt that later ones are to share (Anthropic's cache_control)."""
+    """Positions of the prompt that later prompts will share (Anthropic's cache_control)."""
     edits: Sequence[ContextEdit] = ()
-    """What the model is not to be shown of the messages (Anthropic's context_management)."""
+    """Parts of the messages to hide from the model (Anthropic's context_management)."""
     namespace: str = ""
     session_id: str | None = None
     logprobs: int | None = None
     forced_output: list[int] | None = None
     num_choices: int = 1
     skip_special_tokens: bool = True
-    """False: control tokens stand in the text."""
+    """False: control tokens are part of the text."""
     continues: bool = False
-    """The last message is the beginning of the answer: an assistant's, without calls."""
+    """The last message is the start of the answer: an assistant message without calls."""
     begins: bool = True
-    """False: nothing is asked for, and the prompt ends behind the messages."""
+    """False: the prompt ends after the messages, without the tokens that start an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnEnd:
-    """How a turn ended."""
+    """The end of a turn."""
 
     events: list[TextEvent]
-    """The last ones."""
+    """The last text events."""
     reason: FinishReason
     stop_match: int | str | None
-    is_own_end: bool
-    """The model ended the turn by a stop id of its own."""
     turn: AssistantTurn
     """The whole turn."""
     usage: Usage
     reasoning_tokens: int
-    """Generated tokens up to the end of reasoning, the one that ends it included."""
+    """Generated tokens up to the end of reasoning, including the token that ends it."""
 
     @property
     def has_whole_calls(self) -> bool:
-        """The turn ended by itself, and with calls that are all complete: it waits for their results."""
+        """The turn ended by itself, with calls that are all complete: it waits for their results."""
         return bool(self.turn.calls) and not self.turn.is_call_cut and self.reason is FinishReason.STOP
 
 
 class Turn:
-    """One choice on its way: its submit, and what its text has become so far."""
+    """One running choice: its submit, and its text so far."""
 
     def __init__(
         self,
@@ -108,7 +105,7 @@ class Turn:
         has_form: bool = False,
         clamped: int | None = None,
     ) -> None:
-        """clamped: the token limit, where the context leaves less than was asked for."""
+        """clamped: the token limit, if the context leaves less than was asked for."""
         self.submit = submit
         self.prompt = prompt
         self.clamped = clamped
@@ -116,22 +113,22 @@ class Turn:
         self._stop_ids = info.stop_token_ids
         self._ids: list[int] = []
         self.token_bytes = text.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens)
-        """What each token is in the turn's text."""
+        """By token id: its bytes in the turn's text."""
         assert text.prompts is not None
-        tag_ids = text.prompts.tag_ids if submit.grammar is None else {}  # grammars take tags as text
+        tag_ids = text.prompts.tag_ids if submit.grammar is None else {}  # a grammar constrains tags as text
         self._places = TokenPlaces(self.token_bytes, tag_ids.values())
         places = {tag: self._places.of_id[token] for tag, token in tag_ids.items()}
         self._segmenter = text.segmenter(tools, prompt, has_form=has_form, places=places)
         self._content_scores: list[TokenScore] = []
 
     def push(self, event: TokensEvent) -> list[TextEvent]:
-        """What one engine event adds; nothing while its text waits for more."""
+        """The text events that one engine event adds; empty while its text is held back."""
         self._ids += event.token_ids
-        self._places.add(event.token_ids, event.scores)
+        self._places.add_tokens(event.token_ids, event.scores)
         return self._scored(self._segmenter.push(event.text))
 
     def finish(self, event: FinishEvent) -> TurnEnd:
-        """The end. Keeps the turn's ids for the prompt that returns it."""
+        """The end of the turn. Stores the turn's ids for a later prompt that contains the turn."""
         is_own_end = event.reason is FinishReason.STOP and event.stop_match in self._stop_ids
         last = self._scored([*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)])
         turn = self._segmenter.turn
@@ -142,7 +139,6 @@ class Turn:
             events=last,
             reason=event.reason,
             stop_match=event.stop_match,
-            is_own_end=is_own_end,
             turn=turn,
             usage=event.usage,
             reasoning_tokens=self._places.count_before(self._segmenter.reasoning_end),
@@ -150,12 +146,11 @@ class Turn:
 
     @property
     def num_generated(self) -> int:
-        """Tokens so far, whether their text shows or waits for more."""
+        """Tokens so far, including those whose text is still held back."""
         return len(self._ids)
 
     def take_content_scores(self) -> list[TokenScore]:
-        """Scores of the tokens behind the content deltas that came since the last call; none unless the request asked
-        for scores."""
+        """Scores of the tokens in the content deltas since the last call; empty unless the request asked for scores."""
         taken, self._content_scores = self._content_scores, []
         return taken
 
@@ -163,24 +158,22 @@ class Turn:
         if self.submit.logprobs is not None:
             for event in added:
                 if isinstance(event, ContentDelta):
-                    self._content_scores += self._places.take(event.at, event.at + len(event.text))
+                    self._content_scores += self._places.take_scores(event.at, event.at + len(event.text))
         return added
 
 
 async def build_prompt(service: Service, asked: TurnRequest, *, counts: bool = False) -> BuiltPrompt:
-    """The prompt of a turn, as the engine gets it; `counts`: it won't, so that it may be longer than the context.
+    """Build the prompt of a turn. counts: it is only counted, so it may be longer than the context.
 
     Raises RequestError for messages that can't be rendered, and for sampling that the engine would refuse;
     ContextLengthError for too many tokens."""
     asked.sampling.validate(vocab_size=service.engine.info.vocab_size)
-    text = service.chat_text("messages", asked.messages)
-    assert text.prompts is not None
-    kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
+    text, prompts = service.chat_text("messages", asked.messages)
     ask = PromptAsk(
         messages=asked.messages,
         limit=TokenLimit(service.engine.info.max_context, COUNTED_CONTEXTS if counts else 1),
         tools=shown_tools(asked) or None,
-        template_kwargs=kwargs,
+        template_kwargs={**asked.template_kwargs, **_reasoning_kwargs(asked, prompts.template_reads)},
         namespace=service.tenant.namespace(asked.namespace),
         marked=asked.marked,
         edits=asked.edits,
@@ -190,26 +183,31 @@ async def build_prompt(service: Service, asked: TurnRequest, *, counts: bool = F
     return await text.work.build(ask, Flow(service.tenant.name, asked.session_id or ""))
 
 
-async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
+async def begin_turns(service: Service, asked: TurnRequest) -> list[Turn]:
     """Build the prompt and one turn for each choice.
 
     Raises RequestError for messages that can't be rendered, or demands that can't be met."""
     service.check_choices("n", asked.num_choices)
-    text = service.chat_text("messages", asked.messages)
-    assert text.prompts is not None
+    text, prompts = service.chat_text("messages", asked.messages)
     may_call = [] if asked.demand.choice == "none" else asked.tools
     if asked.callable_names is not None:
         may_call = [tool for tool in may_call if tool["function"]["name"] in asked.callable_names]
     prompt = await build_prompt(service, asked)
     grammar = None
     if is_constrained(may_call, asked.demand, asked.output):
-        dialect, reasoning_open = text.prompts.dialect, prompt.reasoning_open
         grammar = await asyncio.to_thread(
-            turn_grammar, may_call or None, asked.demand, asked.output, dialect=dialect, reasoning_open=reasoning_open
+            turn_grammar,
+            may_call or None,
+            asked.demand,
+            asked.output,
+            dialect=prompts.dialect,
+            reasoning_open=prompt.reasoning_open,
         )
-    num_forced = 0 if asked.forced_output is None else len(asked.forced_output)
     sampling = within_room(
-        asked.sampling, len(prompt.prompt_ids), service.engine.info.max_context, num_forced=num_forced
+        asked.sampling,
+        len(prompt.prompt_ids),
+        service.engine.info.max_context,
+        num_forced=len(asked.forced_output or ()),
     )
     clamped = clamped_to(asked.sampling, sampling)
     if asked.tools and not may_call:
@@ -229,9 +227,16 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
             skip_special_tokens=asked.skip_special_tokens,
             forced_output=asked.forced_output,
         )
-        has_form = asked.output is not None
         turns.append(
-            Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=has_form, clamped=clamped)
+            Turn(
+                submit,
+                prompt,
+                text,
+                may_call or None,
+                service.engine.info,
+                has_form=asked.output is not None,
+                clamped=clamped,
+            )
         )
     return turns
 
@@ -242,7 +247,7 @@ def shown_tools(asked: TurnRequest) -> list[dict[str, Any]]:
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as the template sees it, so that the prompt is the same whether its calls are strict or not."""
+    """The tool without `strict`, so that strict and other tools make the same prompt."""
     function = tool["function"]
     return (
         {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
@@ -257,7 +262,7 @@ def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, An
     name, value = (
         (_THINKING_SWITCH, False) if asked.effort == "none" and _THINKING_SWITCH in reads else (_EFFORT, asked.effort)
     )
-    if name not in reads:  # clients send one whatever the model: it has no effect here
+    if name not in reads:  # clients send it to every model: without the variable it has no effect
         return {}
     if asked.template_kwargs.get(name, value) != value:
         raise RequestError(_EFFORT, asked.effort, f"disagrees with {name}={asked.template_kwargs[name]!r}")
@@ -265,8 +270,8 @@ def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, An
 
 
 def _without_calls(sampling: SamplingParams, text: TextPipeline) -> SamplingParams:
-    """The tools stay in the prompt, so that it is that of the turns around it, but the token that opens a call is
-    banned."""
+    """Ban the token that opens a call. The tools stay in the prompt, so that it shares its prefix with the other
+    turns."""
     opening = text.tokenizer.id_of(CALL_OPEN)
     if opening is None:
         return sampling
@@ -274,7 +279,7 @@ def _without_calls(sampling: SamplingParams, text: TextPipeline) -> SamplingPara
 
 
 def for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Choices of one prompt differ by their seeds."""
+    """The sampling of one choice: choices of a prompt differ by their seeds."""
     if sampling.seed is None or not index:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)

@@ -1,6 +1,6 @@
-"""What becomes of fields that no table knows: counted, and told once for each client.
+"""Unknown fields of bodies: counted, and logged once per client.
 
-Clients invent names, so both are bounded. Knows no endpoint.
+Clients can invent any number of names, so both are bounded. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import re
 from collections.abc import Sequence
 
 HEADER = "x-agentspec-ignored-fields"
-"""Of an answer: the fields of its request that were left out."""
+"""The answer's header that lists the fields left out."""
 
 OTHER = "other"
-"""Stands for all names beyond the first ones."""
+"""Stands for all names over the limit."""
 
 _MOST_NAMES = 64
 _MOST_TOLD = 1024
 _MOST_IN_HEADER = 16
 _PLAIN = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
-"""What may stand in a header and in a label."""
+"""Names allowed in a header and in a label."""
 
 _log = logging.getLogger("agentspec")
 
 
 class UnknownFields:
-    """Everything since the server started."""
+    """Counts since the server started."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Requests by field."""
         self._told: set[tuple[str, str]] = set()
 
-    def note(self, names: Sequence[str], *, path: str, client: str) -> str:
-        """Count the fields of one request, and log those that this client has not sent before. Returns what the header
-        says of them.
+    def note_fields(self, names: Sequence[str], *, path: str, client: str) -> str:
+        """Count the fields of one request, and log those that this client has not sent before. Returns the header's
+        value.
 
         client: its User-Agent."""
         shown = [name if _PLAIN.fullmatch(name) else OTHER for name in names]

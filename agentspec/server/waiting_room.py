@@ -1,7 +1,7 @@
-"""The server while its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
+"""An ASGI app that answers while the engine is loaded, and then passes requests on to the real app.
 
-A load balancer sees a 503 on its probes instead of a refused connection, and knows that somebody is there. Knows
-neither engine nor model.
+A load balancer's probes get a 503 instead of a refused connection, so it knows that the server exists. Knows neither
+engine nor model.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from agentspec.server.errors import ApiError
 from agentspec.server.responding import error_response, json_response
 
 RETRY_SECONDS = 2
-"""When a client is asked to come again."""
+"""Value of Retry-After."""
 
 
 class WaitingRoom:
-    """Answers 503 with Retry-After until `enter` names the app."""
+    """Answers 503 with Retry-After until `enter` sets the app."""
 
     def __init__(self, describe: Callable[[], str], seconds: Callable[[], float]) -> None:
-        """describe: what the start is at. seconds: since its beginning."""
+        """describe: the current stage of the start. seconds: time since its beginning."""
         self._describe, self._seconds = describe, seconds
         self._app: ASGIApp | None = None
 
     def enter(self, app: ASGIApp) -> None:
-        """From now on requests are the app's."""
+        """Pass requests to this app from now on."""
         self._app = app
 
     @contextmanager
     def waiting(self, describe: Callable[[], str], seconds: Callable[[], float]) -> Iterator[None]:
-        """Within, requests are answered here again, and behind it by the app, unless it fails; those that the app has
-        stay there."""
+        """A context in which new requests get 503 again. Afterwards they go to the app again, unless the body has
+        raised. Requests already in the app stay there."""
         app, self._app = self._app, None
         self._describe, self._seconds = describe, seconds
         yield

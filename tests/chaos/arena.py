@@ -1,7 +1,7 @@
-"""Around every attack: a server, honest clients who compare each answer with that of a quiet run, and what must be as
-before afterwards.
+"""The frame of every attack: a server, honest clients that compare each answer with that of a quiet run, and the state
+that must be restored afterwards.
 
-Knows no attack. Nothing here judges times: `run.py` does, by what a watch says.
+Knows no attack. Nothing here judges times; `run.py` does, from a watch's measurements.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ NUM_ASKS = 12
 NUM_HONEST = 6
 RSS_GROWTH = 1.10
 STEP_SECONDS = 0.01
-"""The pace of the light engine and of the control's streams."""
+"""Step time of the light engine, and chunk interval of the control's streams."""
 SPARE_FILES = 4
 MOST_MIB = 4096.0
-"""A server with more, its processes together, is killed: the machine belongs to others, too."""
+"""A server whose processes together exceed it is killed, since the machine has other users."""
 
 
 @dataclass
 class Outcome:
-    """What one attack did."""
+    """The result of one attack."""
 
     name: str
     size: int
     seed: int
     is_paced: bool = True
-    """The engine keeps its pace whatever it is asked: gaps between events are the server's doing."""
+    """The engine keeps this pace under any load, so longer gaps between events are caused by the server."""
     seconds: float = 0.0
     num_compared: int = 0
-    """Answers of honest clients that are those of a quiet run."""
+    """Answers of honest clients that equal those of a quiet run."""
     failures: list[str] = field(default_factory=list)
-    """What must not be, in words."""
+    """Violations, in words."""
     refused: Counter[int] = field(default_factory=Counter)
-    """Honest requests that were told to come again, by status."""
+    """Honest requests that were told to retry, by status."""
     rss_before: dict[str, float] = field(default_factory=dict)
     rss_after: dict[str, float] = field(default_factory=dict)
     rss_most: dict[str, float] = field(default_factory=dict)
-    """MiB by process, before, after, and the most in between."""
+    """MiB by process: before, after, and the maximum in between."""
     watched: dict[str, Any] = field(default_factory=dict)
-    """What the watch says, if there was one."""
+    """The watch's measurements, if there was one."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     def check(self, holds: bool, words: str) -> None:
@@ -60,7 +60,7 @@ class Outcome:
             self.failures.append(words)
 
     def grown(self) -> dict[str, str]:
-        """Processes that hold more than RSS_GROWTH of what they held before."""
+        """Processes whose memory grew by more than RSS_GROWTH."""
         return {
             name: f"{before:.0f} to {self.rss_after[name]:.0f} MiB"
             for name, before in self.rss_before.items()
@@ -69,15 +69,15 @@ class Outcome:
 
 
 class Honest:
-    """Clients who ask what was asked before, and compare."""
+    """Clients that repeat earlier requests and compare the answers."""
 
     def __init__(self, outcome: Outcome, asks: list[Ask], port: int) -> None:
         self.outcome, self.asks, self.port = outcome, asks, port
         self.quiet: dict[int, Said] = {}
-        """By the number of an ask: what it said when nothing else ran."""
+        """By request number: the answer when nothing else ran."""
 
     async def learn(self) -> None:
-        """The answers of a quiet run: whole ones and streams say the same."""
+        """The answers of a quiet run; whole and streamed ones agree."""
         for number, ask in enumerate(self.asks):
             first, second = [await exchange(self.port, one.wire()) for one in (ask, turned(ask))]
             assert first.status == second.status == 200, (
@@ -89,8 +89,8 @@ class Honest:
             )
 
     async def ask(self, number: int, *, may_fail: bool = False) -> bool:
-        """Ask once; whether there was a right answer. may_fail: an error or a lost connection is no failure, for the
-        server is being killed."""
+        """Send one request; return whether the answer was right. may_fail: an error or a lost connection is no
+        violation, because the server is being killed."""
         ask, outcome = self.asks[number], self.outcome
         answer = await exchange(self.port, ask.wire())
         if answer.status in (429, 503):
@@ -112,21 +112,21 @@ class Honest:
         right = not is_error(ask, answer) and found == quiet
         if (
             may_fail and found.reason != quiet.reason and quiet.text.startswith(found.text)
-        ):  # cut by the drain, which its reason says
+        ):  # cut off by the drain, as its reason says
             return False
         outcome.check(right, f"a wrong answer to {ask}: {found}, not {quiet}")
         outcome.num_compared += right
         return right
 
     async def work(self, seed: int, stop: asyncio.Event, *, may_fail: bool = False) -> None:
-        """Ask one after the other until told to stop."""
+        """Send requests one after the other until told to stop."""
         rng = random.Random(seed)
         while not stop.is_set():
             if not await self.ask(rng.randrange(len(self.asks)), may_fail=may_fail):
                 await asyncio.sleep(0.05)
 
     async def all_at_once(self, count: int) -> None:
-        """`count` requests at the same moment; each must be taken: whoever came before takes up no place any more."""
+        """Send `count` requests at the same moment; each must be accepted: the attackers occupy no places any more."""
         before = sum(self.outcome.refused.values())
         await asyncio.gather(*(self.ask(number % len(self.asks)) for number in range(count)))
         refused = sum(self.outcome.refused.values()) - before
@@ -174,14 +174,14 @@ class Arena:
     outcome: Outcome
     rng: random.Random
     room: int
-    """Requests that the server takes at the same time."""
+    """Requests that the server accepts at the same time."""
 
 
 @asynccontextmanager
 async def opened(
     outcome: Outcome, *flags: str, max_running: int = 8, max_queue: int = 40, key: str | None = None, **settings: Any
 ) -> AsyncIterator[Arena]:
-    """A server whose quiet answers are known. In the end, everything must be as in an idle server. settings: see
+    """A server whose quiet answers are known. At the end everything must be as in an idle server. settings: see
     Served.launch."""
     rng = random.Random(outcome.seed)
     limits = ("--max-running", str(max_running), "--max-queue", str(max_queue))
@@ -197,8 +197,8 @@ async def opened(
 
 @asynccontextmanager
 async def attacked(arena: Arena, *, with_watch: bool) -> AsyncIterator[None]:
-    """Honest clients, and a watch if wanted, while the attack within runs. Memory and open files are counted before and
-    after."""
+    """Run honest clients, and a watch if wanted, during the attack in the context's body. Compare memory and open files
+    before and after."""
     served, outcome = arena.served, arena.outcome
     await served.quiet()
     num_files = served.num_files()
@@ -226,7 +226,7 @@ async def attacked(arena: Arena, *, with_watch: bool) -> AsyncIterator[None]:
 
 
 async def _guarded(served: Served, outcome: Outcome) -> None:
-    """Note the most that each process holds, and kill a server that holds too much."""
+    """Record each process's maximum memory, and kill a server over the limit."""
     while True:
         rss = served.rss()
         outcome.rss_most = {name: max(mib, outcome.rss_most.get(name, 0.0)) for name, mib in rss.items()}

@@ -1,4 +1,4 @@
-"""What honest clients ask in all four APIs, and what an answer says: the same for a whole answer and for a stream.
+"""The honest clients' requests in all four APIs, and a common form of their answers, whole or streamed.
 
 Knows the APIs' shapes; nothing of attacks.
 """
@@ -34,7 +34,7 @@ TERMINALS = ("message_stop", "response.completed", "response.incomplete", "respo
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. Its answer is greedy, so it is the same whenever it is asked."""
+    """One request. It is greedy, so its answer never changes."""
 
     path: str
     body: dict[str, Any]
@@ -54,10 +54,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an answer says."""
+    """The content of an answer."""
 
     text: str
-    """Reasoning and content in one."""
+    """Reasoning and content, joined."""
     reason: str | None
     """Why it ended; None: it did not."""
 
@@ -78,17 +78,17 @@ def make_ask(
         if path == RESPONSES
         else {"messages": [{"role": "user", "content": text}]}
     )
-    kept = {"store": False} if path == RESPONSES else {}  # else memory grows by what was asked for
+    kept = {"store": False} if path == RESPONSES else {}  # otherwise stored responses would make memory grow
     return Ask(path, common | given | kept | {limit: rng.randint(1, max_tokens)})
 
 
 def turned(ask: Ask) -> Ask:
-    """The same, as a stream if it was whole, and the other way round."""
+    """The same request as a stream if it was whole, and vice versa."""
     return Ask(ask.path, ask.body | {"stream": not ask.body["stream"]}, ask.session, ask.key)
 
 
 def endless(model: str, text: str = "Go on.", *, max_tokens: int = 8000) -> Ask:
-    """A chat stream that ends by its length alone."""
+    """A chat stream that ends only by its token limit."""
     messages = [{"role": "user", "content": text}]
     return Ask(
         CHAT,
@@ -104,20 +104,20 @@ def endless(model: str, text: str = "Go on.", *, max_tokens: int = 8000) -> Ask:
 
 
 def events(body: bytes) -> list[Any]:
-    """Of a stream, as far as they are whole: objects, and "[DONE]"."""
+    """The complete events of a stream: objects, and "[DONE]"."""
     frames = body.decode().split("\n\n")[:-1]
     lines = [line[6:] for frame in frames for line in frame.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def num_terminals(ask: Ask, body: bytes) -> int:
-    """Terminal events of a stream, -1 if something comes behind one."""
+    """Terminal events of a stream; -1 if anything follows one."""
     found = [_is_terminal(ask, event) for event in events(body)]
     return -1 if any(found[:-1]) else sum(found)
 
 
 def is_error(ask: Ask, answer: Answer) -> bool:
-    """It says that it failed: by its status, or half-way."""
+    """Whether it reports a failure: by its status, or within the stream."""
     if answer.status != 200:
         return answer.status is not None
     if not ask.body["stream"]:
@@ -129,7 +129,7 @@ def is_error(ask: Ask, answer: Answer) -> bool:
 
 
 def said(ask: Ask, answer: Answer) -> Said:
-    """Of an answer with the status 200."""
+    """The content of an answer with status 200."""
     return _said_in_stream(events(answer.body)) if ask.body["stream"] else _said_whole(ask.path, answer.json())
 
 

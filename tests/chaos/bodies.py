@@ -1,5 +1,5 @@
-"""Huge bodies, odd bodies, and HTTP as no library writes it: each has an answer with the right status, and hurts nobody
-else."""
+"""Huge bodies, malformed bodies, and unusual HTTP: each gets an answer with the right status, and other clients are not
+affected."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tests.chaos.connection import GONE, Connection, request_bytes
 
 MIB = 2**20
 SECONDS = 120.0
-"""An answer that takes longer counts as none."""
+"""An answer that takes longer counts as missing."""
 FINE = frozenset({200})
 REFUSED = frozenset({400, 413, 422})
 EITHER = FINE | REFUSED
 GARBLED = frozenset({400, 408, 413, 414, 431, 501, 505, None})
-"""What isn't HTTP may be answered or cut off; None: cut off."""
+"""Input that isn't HTTP may be answered or cut off; None: cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to send."""
+    """One case to send."""
 
     name: str
     wire: Callable[[str, float], bytes]
-    """(model, share of the full size) -> what to send."""
+    """(model, share of the full size) -> bytes to send."""
     statuses: frozenset[int | None] = REFUSED
     num_answers: int = 1
     ends_sending: bool = False
-    """The client closes its direction behind the last byte."""
+    """The client closes its sending direction after the last byte."""
 
 
 def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
@@ -59,7 +59,7 @@ def _said(text: str) -> list[dict[str, str]]:
 
 
 def _field(text: str) -> Callable[[str, float], bytes]:
-    """A chat body with something in it that json.dumps can't write."""
+    """A chat body with a part that json.dumps can't write."""
     return lambda model, _: post(CHAT, json.dumps(chat(model)).encode()[:-1] + b", " + text.encode("latin-1") + b"}")
 
 
@@ -83,7 +83,7 @@ def _raw(text: str) -> Callable[[str, float], bytes]:
 
 
 def _edited(edit: Callable[[bytes], bytes]) -> Callable[[str, float], bytes]:
-    """A right request, written otherwise."""
+    """A valid request in another spelling."""
     return lambda model, _: edit(post(CHAT, chat(model), {"connection": "close"}))
 
 
@@ -323,7 +323,7 @@ async def _send_all(arena: Arena, cases: list[Case], share: float, times: list[t
         if arena.served.process.poll() is not None:
             return
         data = case.wire(arena.served.model, share)
-        if share < 1:  # what is not as large may be fine
+        if share < 1:  # a smaller one may be accepted
             case = replace(case, statuses=case.statuses | FINE | {404})
         began = time.perf_counter()
         try:
@@ -362,7 +362,7 @@ def _slowest(times: list[tuple[float, float, str]]) -> dict[str, float]:
 
 
 def _late(outcome: Outcome, times: list[tuple[float, float, str]]) -> dict[str, dict[str, float]]:
-    """By case, how many milliseconds the server was behind the control in its time: the worst."""
+    """By case: the maximum delay of the server compared with the control during it, in milliseconds."""
     found: dict[str, dict[str, float]] = {}
     for what, worst in outcome.watched.get("worst", {}).items():
         by_name: dict[str, float] = {}

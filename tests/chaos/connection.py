@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection by hand: what no client library does, such as leaving amid the headers, resetting, or closing
-one direction only.
+"""One HTTP/1.1 connection, written by hand for things that no client library does: leaving in the middle of the
+headers, resets, half-closing.
 
-Knows nothing of what is asked.
+Knows nothing of requests' contents.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, Self
 _LIMIT = 2**26
 _RESET = struct.pack("ii", 1, 0)
 GONE = (ConnectionError, asyncio.IncompleteReadError, OSError)
-"""What a connection that the other side ended raises."""
+"""Exceptions of a connection that the other side has closed."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back, as far as it came."""
+    """An answer, as far as it arrived."""
 
     status: int | None = None
-    """None: the connection ended before there was one."""
+    """None: the connection ended before the status."""
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     is_whole: bool = False
-    """The body came to the end that the protocol gives it."""
+    """The body is complete."""
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -44,7 +44,7 @@ def request_bytes(
     method: str = "",
     version: str = "1.1",
 ) -> bytes:
-    """Head and body. A body has its length in the head unless `headers` say something of it."""
+    """Head and body. Content-Length is added unless `headers` contain it or an alternative."""
     given = {"host": "127.0.0.1", **(headers or {})}
     if body is not None:
         given.setdefault("content-type", "application/json")
@@ -58,7 +58,7 @@ def request_bytes(
 
 
 class Connection:
-    """Use as a context manager: it is closed at the end of its context."""
+    """A context manager: the connection is closed at the end of its context."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -66,7 +66,7 @@ class Connection:
 
     @classmethod
     async def open(cls, port: int, *, receive_bytes: int | None = None) -> Self:
-        """receive_bytes: of the socket's buffer, so that a client that doesn't read is felt soon."""
+        """receive_bytes: size of the socket's buffer; small, so that the server notices a client that doesn't read."""
         raw = socket.socket()
         raw.setblocking(False)
         if receive_bytes is not None:
@@ -93,16 +93,16 @@ class Connection:
         await self.writer.drain()
 
     def reset(self) -> None:
-        """End both directions at once, as a process that is killed with unread data does."""
+        """Reset the connection, as when a process with unread data is killed."""
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.writer.transport.abort()
 
     def close_sending(self) -> None:
-        """Say that nothing more comes, and go on listening."""
+        """Half-close: send nothing more, but keep reading."""
         self.writer.write_eof()
 
     async def head(self) -> None:
-        """Read status and headers of the next answer; those of `100 Continue` are passed over."""
+        """Read status and headers of the next answer; skip `100 Continue`."""
         status = 100
         while status == 100:
             lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -111,7 +111,7 @@ class Connection:
         self.answer = Answer(status, {name.lower(): value.strip() for name, _, value in pairs})
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body in the pieces in which it comes."""
+        """The body in pieces, as they arrive."""
         answer = self.answer
         if answer.headers.get("transfer-encoding") == "chunked":
             while size := int(await self.reader.readuntil(b"\r\n"), 16):
@@ -129,7 +129,7 @@ class Connection:
         answer.is_whole = True
 
     async def read(self) -> Answer:
-        """The next answer to its end, or as far as it comes."""
+        """The next answer, as far as it arrives."""
         self.answer = Answer()
         with suppress(*GONE):
             await self.head()
@@ -139,8 +139,7 @@ class Connection:
 
 
 async def exchange(port: int, data: bytes) -> Answer:
-    """Send a request on a connection of its own, and read the answer. A server that answers before it has read
-    everything is no error."""
+    """Send a request on a new connection, and read the answer. A server may answer before it has read everything."""
     try:
         connection = await Connection.open(port)
     except OSError:

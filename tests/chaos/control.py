@@ -1,5 +1,4 @@
-"""A server that only sleeps and answers: `python -m tests.chaos.control SECONDS`. What it takes longer than that is the
-machine's doing.
+"""A server that only sleeps and answers: `python -m tests.chaos.control SECONDS`. Its delays are those of the machine.
 
 `GET /health` is answered at once; `GET /stream` sends a chunk every SECONDS, without an end. The first line on stdout
 is its port. It ends with its standard input.

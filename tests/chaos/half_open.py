@@ -1,7 +1,6 @@
 """Clients that keep a request open: headers or bodies that never end or drip, and readers that don't read.
 
-One kind after the other: so many connections of it stay open at once, more than requests find room, while honest
-clients go on.
+One kind at a time: more connections stay open than requests are admitted, while honest clients continue.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ KINDS = (
 )
 DRIP_SECONDS = 0.25
 PATIENCE_SECONDS = 90.0
-"""How long the server may take to give up on such clients, where that is asked."""
+"""How long the server may take to close such connections, where that is checked."""
 NUM_HONEST = 12
-"""Honest answers of each kind's time at least."""
+"""Minimum number of honest answers per kind."""
 SMALL_BUFFER = 2048
 FEW_FILES, FEW_FILES_SECONDS = 64, 15.0
 NUM_UNREAD = 20
 NUM_CHOICES = 128
 UNREAD_ROOM = 6
-"""Requests that the server takes while answers are not read, of NUM_CHOICES choices each, which count one by one; each
-holds megabytes."""
+"""Requests that the server admits while answers are not read, of NUM_CHOICES choices each, which count separately; each
+answer is megabytes large."""
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
-    """size: connections, over all kinds. With a watch it also waits until the server has given up on all of them."""
+    """size: connections, over all kinds. With a watch it also waits until the server has closed all of them."""
     outcome = Outcome("slow and half-open", size, seed)
     each = max(1, size // len(KINDS))
     async with opened(outcome, max_running=4, max_queue=max(2, each // 4), log=log) as arena:
-        for kind in KINDS:  # what so many connections take at once stays in the heap, and is no leak
+        for kind in KINDS:  # the heap keeps what many connections needed at once, which is no leak
             await _hold(arena, kind, each, waits=False)
         async with attacked(arena, with_watch=with_watch):
             for kind in KINDS:
@@ -57,7 +56,7 @@ async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | Non
 
 
 async def _hold(arena: Arena, kind: str, count: int, *, waits: bool) -> dict[str, Any]:
-    """Keep `count` connections of a kind open while honest clients ask; what became of both."""
+    """Keep `count` connections of a kind open while honest clients send requests; return the results of both."""
     outcome = arena.outcome
     before, refused = outcome.num_compared, sum(outcome.refused.values())
     dropped = 0
@@ -93,8 +92,8 @@ async def _hold(arena: Arena, kind: str, count: int, *, waits: bool) -> dict[str
 
 
 async def _leave_unread(outcome: Outcome) -> None:
-    """Answers larger than a connection's buffers, which nobody reads. The engine is done with them soon; then others
-    must be served."""
+    """Unread answers, larger than a connection's buffers. The engine finishes them soon; then other requests must be
+    served."""
     async with (
         opened(outcome, max_running=2, max_queue=UNREAD_ROOM * NUM_CHOICES - 2) as arena,
         AsyncExitStack() as stack,
@@ -111,13 +110,13 @@ async def _leave_unread(outcome: Outcome) -> None:
             await asyncio.sleep(0.1)
         outcome.check(
             num_done >= NUM_CHOICES * UNREAD_ROOM,
-            f"{num_done} answers that nobody reads are done after {PATIENCE_SECONDS:g} s",
+            f"{num_done} unread answers are finished after {PATIENCE_SECONDS:g} s",
         )
         began, answered = loop.time(), False
         while not answered and loop.time() - began < PATIENCE_SECONDS:
             answered = await arena.honest.ask(0)
             await asyncio.sleep(0.1)
-        outcome.check(answered, f"answers that nobody reads keep everybody else out for {PATIENCE_SECONDS:g} s")
+        outcome.check(answered, f"unread answers block other requests for {PATIENCE_SECONDS:g} s")
         outcome.notes["does not read"] = {
             "open": NUM_UNREAD,
             "others served after, s": round(loop.time() - began, 1),
@@ -126,7 +125,7 @@ async def _leave_unread(outcome: Outcome) -> None:
 
 
 def _is_over(held: tuple[Connection, Any]) -> bool:
-    """The server has closed the connection, or answered."""
+    """Whether the server has closed the connection, or answered."""
     reader = held[0].reader
     return reader.at_eof() or bool(reader._buffer) or reader.exception() is not None  # type: ignore[attr-defined]
 
@@ -139,7 +138,7 @@ async def _drip(connection: Connection, pieces: Iterator[bytes]) -> None:
 
 
 def _pieces(rng: random.Random, model: str, kind: str) -> Iterator[bytes]:
-    """What such a client sends: the first piece at once, each other one after DRIP_SECONDS."""
+    """The pieces that such a client sends: the first at once, each further one after DRIP_SECONDS."""
     content = endless(model, " ".join(rng.choices(WORDS, k=100))).content()
     whole = request_bytes(CHAT, content)
     head = len(whole) - len(content)
@@ -162,14 +161,14 @@ def _pieces(rng: random.Random, model: str, kind: str) -> Iterator[bytes]:
 
 
 def _large_answer(rng: random.Random, model: str) -> bytes:
-    """A stream whose first event is larger than what the buffers of a connection hold, and which goes on behind it."""
+    """A stream whose first event is larger than a connection's buffers, and which continues after it."""
     prompt = " ".join(rng.choices(WORDS, k=3500))
     body = {"model": model, "prompt": prompt, "echo": True, "stream": True, "max_tokens": 8, "n": NUM_CHOICES}
     return request_bytes("/v1/completions", json.dumps(body).encode())
 
 
 async def few_files(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
-    """A server that may open fewer files than there are idle connections goes on answering. size: idle connections."""
+    """A server with fewer file descriptors than idle connections keeps answering. size: idle connections."""
     outcome = Outcome("few open files", size, seed)
     async with opened(outcome, files=FEW_FILES, log=log) as arena, AsyncExitStack() as stack:
         for _ in range(size):

@@ -1,4 +1,4 @@
-"""Clients that leave, at every stage of a request, in every way that a connection can end."""
+"""Clients that disconnect, at every stage of a request, in every way that a connection can end."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ STAGES = (
 WAYS = ("close", "reset", "half-close")
 AT_ONCE = 24
 NUM_ASKS = 64
-"""Different requests. The caches of prompts are full of them before memory is counted, so that what grows afterwards is
-a leak."""
+"""Number of different requests. Prompt caches are full of them before memory is measured, so that later growth is a
+leak."""
 WARM_UP = 1.0
-"""Share of the size that goes before memory is counted: an allocator's free pieces grow by a tenth over the first
-20,000, and no more after that."""
+"""Share of the size that runs before memory is measured: allocator fragmentation adds a tenth over the first 20,000,
+and nothing after that."""
 
 
 async def run(
     size: int, seed: int, *, with_watch: bool = False, log: Path | None = None, light: bool = True
 ) -> Outcome:
-    """size: hang-ups. light: against the engine without torch."""
+    """size: disconnects. light: against the engine without torch."""
     outcome = Outcome("hang-ups" if light else "hang-ups, tiny-agent", size, seed, is_paced=light)
     done: Counter[str] = Counter()
     async with opened(outcome, light=light, log=log) as arena:
         asks = [
             make_ask(arena.rng, arena.served.model, num_words=200, max_tokens=60, stream=True) for _ in range(NUM_ASKS)
         ]
-        await _leave_often(arena, asks, int(WARM_UP * size), Counter())
+        await _disconnect_often(arena, asks, int(WARM_UP * size), Counter())
         async with attacked(arena, with_watch=with_watch):
-            await _leave_often(arena, asks, size, done)
+            await _disconnect_often(arena, asks, size, done)
     outcome.notes = {"stages": len({key.partition(",")[0] for key in done}), "stages and ways": len(done)}
     return outcome
 
 
-async def _leave_often(arena: Arena, asks: list[Ask], count: int, done: Counter[str]) -> None:
-    """`count` hang-ups, AT_ONCE at the same time."""
+async def _disconnect_often(arena: Arena, asks: list[Ask], count: int, done: Counter[str]) -> None:
+    """`count` disconnects, AT_ONCE at the same time."""
     left = iter(range(count))
 
     async def work(rng: random.Random) -> None:
         for number in left:
             stage, way = STAGES[number % len(STAGES)], rng.choice(WAYS)
-            await _leave(arena.served.port, rng.choice(asks), rng, stage, way)
+            await _disconnect(arena.served.port, rng.choice(asks), rng, stage, way)
             done[f"{stage}, {way}"] += 1
 
     await asyncio.gather(*(work(random.Random(arena.rng.randrange(2**32))) for _ in range(AT_ONCE)))
 
 
-async def _leave(port: int, ask: Ask, rng: random.Random, stage: str, way: str) -> None:
-    """One request up to `stage`, then away. That the server ends a connection first is its right."""
+async def _disconnect(port: int, ask: Ask, rng: random.Random, stage: str, way: str) -> None:
+    """Send one request up to `stage`, then disconnect. The server may close the connection first."""
     content, whole = ask.content(), ask.wire()
     head = len(whole) - len(content)
     line = whole.index(b"\r\n")

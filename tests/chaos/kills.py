@@ -1,7 +1,7 @@
-"""Processes that are killed, stopped and told to end, at random moments: each stream ends in one way, each server says
-how, and nobody is left.
+"""Processes that are killed, stopped and terminated, at random moments: each stream ends in one way, each server
+reports how, and no process remains.
 
-Most trials have an engine without torch, so that a server is there within a second; each one in REAL_EVERY has
+Most trials have an engine without torch, so that a server starts within a second; each one in REAL_EVERY has
 tiny-agent.
 """
 
@@ -26,9 +26,9 @@ from tests.chaos.served import ROOT, Served, children, is_there, role
 NUM_STREAMS = 3
 REAL_EVERY = 25
 LATEST_SECONDS = 0.4
-"""The blow falls within so long after the streams have begun."""
+"""The signal is sent within this time after the streams have begun."""
 STOPPED_SECONDS = 0.6
-"""A stopped process goes on after at most so long."""
+"""A stopped process continues after at most this time."""
 ORPHAN_SECONDS = 15.0
 ENGINE_ENDED, COULD_NOT_START, INTERRUPTED = 70, 2, 130
 KILLED = -signal.SIGKILL
@@ -43,21 +43,21 @@ FATAL = {
     "the engine is killed while it loads": (COULD_NOT_START, ENGINE_ENDED),
     "SIGTERM while it loads": (0,),
 }
-"""Blows that end a server, and its exit codes. Its streams end with one terminal event each, unless it is killed
-itself."""
+"""Signals that end a server, and its exit codes. Its streams end with one terminal event each, unless the server
+process itself is killed."""
 PASSING = (
     "the engine is stopped for a while",
     "the server is stopped for a while",
     "a helper is stopped for a while",
     "a helper is killed",
 )
-"""Blows that a server survives: every answer is right. A helper is a process beside the engine, where there is one."""
+"""Signals that a server survives: every answer is right. A helper is a process beside the engine, if there is one."""
 RESTARTED = "the engine is killed, with --restart"
 
 
 @functools.cache
 def serve_flags() -> str:
-    """What `agentspec serve --help` says."""
+    """As documented by `agentspec serve --help`."""
     return subprocess.run(
         [sys.executable, "-m", "agentspec", "serve", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -66,7 +66,7 @@ def serve_flags() -> str:
 async def run(
     size: int, seed: int, *, with_watch: bool = False, real_every: int = REAL_EVERY, log: Path | None = None
 ) -> Outcome:
-    """size: blows. with_watch has no meaning here: a server that is stopped is late."""
+    """size: signals. with_watch has no effect: a stopped server is late."""
     outcome = Outcome("kills and stops", size, seed)
     rng = random.Random(seed)
     kinds = [*FATAL, *PASSING, *([RESTARTED] if "--restart" in serve_flags() else [])]
@@ -99,7 +99,7 @@ async def _fatal(
     """One server, from its start to its end."""
     words = f"{kind} ({'light' if light else 'tiny-agent'})"
     if "loads" in kind:
-        await _struck_while_it_loads(outcome, kind, rng, light=light)
+        await _signal_while_loading(outcome, kind, rng, light=light)
         return
     flags = (*DRAIN, "--restart") if kind == RESTARTED else DRAIN
     async with await Served.start(*flags, light=light, log=log) as served:
@@ -111,7 +111,7 @@ async def _fatal(
             pids, engine = served.all_pids(), served.engine()
             _strike(served, kind)
             if kind == RESTARTED:
-                await _lives_on(outcome, served, honest, engine, words)
+                await _check_survival(outcome, served, honest, engine, words)
             else:
                 code = await served.ended()
                 outcome.check(code in FATAL[kind], f"{words}: exit code {code}, not {FATAL[kind]}")
@@ -127,10 +127,10 @@ async def _fatal(
             left = await served.quiet()
             outcome.check(not left, f"{words}: not as in an idle server: {', '.join(left)}")
         else:
-            await _nobody_is_left(outcome, pids, words)
+            await _check_no_process_left(outcome, pids, words)
 
 
-async def _struck_while_it_loads(outcome: Outcome, kind: str, rng: random.Random, *, light: bool) -> None:
+async def _signal_while_loading(outcome: Outcome, kind: str, rng: random.Random, *, light: bool) -> None:
     served = await _started(light)
     try:
         await asyncio.sleep(0.1 + rng.random() * (0.3 if light else 2.0))
@@ -138,13 +138,13 @@ async def _struck_while_it_loads(outcome: Outcome, kind: str, rng: random.Random
         _strike(served, kind)
         code = await served.ended()
         outcome.check(code in FATAL[kind], f"{kind}: exit code {code}, not {FATAL[kind]}")
-        await _nobody_is_left(outcome, pids, kind)
+        await _check_no_process_left(outcome, pids, kind)
     finally:
         served.kill()
 
 
 async def _started(light: bool) -> Served:
-    """A server that has begun to start: it has its engine's process, and has not said that it serves."""
+    """A server that is starting: its engine process exists, and it has not reported that it serves."""
     served = Served.launch(light=light)
     while served.engine() is None and served.process.poll() is None:
         await asyncio.sleep(0.01)
@@ -172,8 +172,8 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-async def _lives_on(outcome: Outcome, served: Served, honest: Honest, dead: int | None, words: str) -> None:
-    """With --restart: new answers are right, from an engine of a new process."""
+async def _check_survival(outcome: Outcome, served: Served, honest: Honest, dead: int | None, words: str) -> None:
+    """With --restart: new answers are right, from an engine in a new process."""
     with suppress(TimeoutError):
         async with asyncio.timeout(30):
             while served.engine() in (dead, None) or (await served.get("/health")).status != 200:
@@ -182,7 +182,7 @@ async def _lives_on(outcome: Outcome, served: Served, honest: Honest, dead: int 
     outcome.check(await honest.ask(0), f"{words}: no right answer afterwards")
 
 
-async def _nobody_is_left(outcome: Outcome, pids: list[int], words: str) -> None:
+async def _check_no_process_left(outcome: Outcome, pids: list[int], words: str) -> None:
     left = pids
     with suppress(TimeoutError):
         async with asyncio.timeout(ORPHAN_SECONDS):
@@ -194,7 +194,7 @@ async def _nobody_is_left(outcome: Outcome, pids: list[int], words: str) -> None
 
 
 async def _honest(outcome: Outcome, served: Served, known: dict[bool, Honest], *, light: bool) -> Honest:
-    """Clients who know what a quiet server of this kind says; the first server of a kind is asked."""
+    """Clients that know the quiet answers of this kind of server; the first server of a kind provides them."""
     if light not in known:
         rng = random.Random(outcome.seed)
         known[light] = Honest(outcome, [make_ask(rng, served.model) for _ in range(6)], served.port)
@@ -204,8 +204,8 @@ async def _honest(outcome: Outcome, served: Served, known: dict[bool, Honest], *
 
 
 async def _pass(outcome: Outcome, kinds: list[str], rng: random.Random, done: Counter[str], log: Path | None) -> None:
-    """Blows to one server, one after the other, while honest clients go on. What a killed helper was at may fail;
-    nothing else may."""
+    """Signals to one server, one after the other, while honest clients continue. Only the work of a killed helper may
+    fail."""
     async with await Served.start(log=log) as served:
         honest = await _honest(outcome, served, {}, light=True)
         for kills in (False, True):
@@ -219,7 +219,7 @@ async def _pass(outcome: Outcome, kinds: list[str], rng: random.Random, done: Co
 
 
 async def _survived(served: Served, kind: str, rng: random.Random) -> bool:
-    """One blow; False where there is nobody to strike."""
+    """Send one signal; False if there is no such process."""
     helpers = [pid for pid in children(served.pid) if pid != served.engine()]
     pid = {PASSING[0]: served.engine(), PASSING[1]: served.pid}.get(kind, rng.choice(helpers) if helpers else None)
     if "killed" in kind:

@@ -1,10 +1,10 @@
-"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what
-agentspec.engine.process is for the real one.
+"""An engine process without torch and without a model: `python -m tests.chaos.light_engine FD`, in place of
+agentspec.engine.process.
 
-Scheduler, step loop, cache, engine thread and the link to the server are the real ones. The device alone is a scripted
-one: it fails at the first row or page that doesn't hold what it should, its next token follows from all tokens before
-it, and a step takes as long as it is told. So an answer depends on its prompt alone, a wrong one is seen, and a process
-is there within half a second, with 50 MB.
+Scheduler, step loop, cache, engine thread and the link to the server are the real ones. Only the device is scripted: it
+fails at the first row or page with wrong content, its next token is a function of all tokens before it, and a step
+takes a given time. So an answer depends only on its prompt, a wrong one is detected, and a process starts within half a
+second, with 50 MB.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from agentspec.runtime.plan import StepPlan
 
 STEP_SECONDS = 0.01
-"""Of every step that decodes."""
+"""Of every decode step."""
 PAGES_VARIABLE, GATE_VARIABLE = "CHAOS_PAGES", "CHAOS_GATE_BYTES"
-"""Environment variables: pages in all, and bytes that the working sets of sessions may take."""
+"""Environment variables: the number of pages, and the bytes that the sessions' working sets may use."""
 MODEL = "light"
 BLOCK = 64
 NUM_PAGES = 600
@@ -30,11 +30,11 @@ NUM_ROWS = 120
 MAX_RUNNING = 8
 NUM_DRAFTS = 3
 STOP_EVERY = 200
-"""A turn ends by itself after so many tokens, on average."""
+"""Average number of tokens after which a turn ends by itself."""
 
 
 class _Absent(ModuleType):
-    """Stands for a module that would load torch: any name of it is an empty class."""
+    """Replaces a module that would load torch: any of its names is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,7 +44,7 @@ class _Absent(ModuleType):
 
 @dataclass
 class Parts:
-    """What an EngineThread asks of an Assembly."""
+    """The parts of an Assembly that an EngineThread uses."""
 
     config: Any
     spec: Any
@@ -56,7 +56,7 @@ class Parts:
     constraints: Any
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""
 
 
 sys.modules["torch"] = _Absent("torch")
@@ -77,19 +77,19 @@ from tests.fakes import scripted_device  # noqa: E402
 
 
 class LastPlan(list[StepPlan]):
-    """Keeps one plan: a server runs for long."""
+    """Keeps only one plan, since a server runs for long."""
 
     def append(self, plan: StepPlan) -> None:
         self[:] = [plan]
 
 
 class ChainDevice(scripted_device.ScriptedDevice):
-    """The scripted device, whose word is a function of the whole sequence before it."""
+    """The scripted device: the next token is a function of the whole sequence before it."""
 
     def __init__(self, words: list[int], stop_id: int, seconds: float) -> None:
         super().__init__(block=BLOCK, accept=lambda: NUM_DRAFTS)
         self.plans = LastPlan()
-        # All of them from the beginning: what grows under attack is then no book-keeping of the device's.
+        # All allocated at the start, so that the device's bookkeeping doesn't grow during an attack.
         self._cells = dict.fromkeys(((page, place) for page in range(NUM_PAGES) for place in range(BLOCK)), 0)
         self._words, self._stop_id, self._seconds = words, stop_id, seconds
 
@@ -98,7 +98,7 @@ class ChainDevice(scripted_device.ScriptedDevice):
             time.sleep(self._seconds)
         began = time.perf_counter()
         outcome = super().launch(plan)
-        # What fair admission counts: the pace of the windows, and what checking the prompts took.
+        # For fair admission: the duration of the windows, and the time spent on checking the prompts.
         outcome.decode_seconds = self._seconds if plan.decode_slots else 0.0
         outcome.prefill_seconds = time.perf_counter() - began if plan.chunks else 0.0
         return outcome
@@ -116,7 +116,7 @@ class ChainDevice(scripted_device.ScriptedDevice):
 
 
 class LiveHouse(scripted_device.House):
-    """A House on the real clock that keeps nothing of what it did."""
+    """A House on the real clock that keeps no history."""
 
     now = property(lambda self: time.monotonic(), lambda self, value: None)
 

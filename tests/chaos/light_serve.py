@@ -1,5 +1,5 @@
-"""`agentspec serve` whose engine is the light one: `python -m tests.chaos.light_serve serve --port 0 ...`. All else is
-what a user starts."""
+"""`agentspec serve` with the light engine: `python -m tests.chaos.light_serve serve --port 0 ...`. Everything else is
+as a user starts it."""
 
 from __future__ import annotations
 

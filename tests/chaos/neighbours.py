@@ -1,5 +1,5 @@
-"""Clients who ask for more than their share, and newcomers beside them: how many turns of others start before a
-newcomer's first token.
+"""Clients that ask for more than their share, and new clients beside them: the number of other turns that start before
+a new client's first token.
 
 Turns are counted by the engine's own counter of first tokens, so a slow machine changes nothing.
 """
@@ -22,31 +22,31 @@ from tests.chaos.kills import serve_flags
 MAX_RUNNING = 4
 MAX_QUEUE = 200
 NUM_FLOOD = 60
-"""Requests of one flood that are there at the same time."""
+"""Concurrent requests of one flood."""
 FLOOD_TOKENS = 48
 NUM_SESSIONS = 12
-"""Old sessions that share a memory for fewer."""
+"""Old sessions that share a memory too small for all of them."""
 TIGHT = {"CHAOS_GATE_BYTES": "6000", "CHAOS_PAGES": "120"}
 """Memory for the working sets of a few sessions of OLD_WORDS."""
 OLD_WORDS = 400
 
 
 def bound(num_flows: int) -> int:
-    """Turns of others that may start before a newcomer's first token: two of each flow that is there, and those of two
-    full rounds of slots."""
+    """Other turns that may start before a new client's first token: two per running flow, and two full rounds of
+    slots."""
     return 2 * num_flows + 2 * MAX_RUNNING
 
 
 ENOUGH = 20 * MAX_RUNNING
-"""A newcomer is not waited for behind so many."""
+"""Stop counting after this many."""
 
 Flood = Callable[[Arena, asyncio.Event], Coroutine[Any, Any, None]]
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
-    """size: newcomers, over all floods; over so many of them, if there are fewer newcomers than floods.
+    """size: new clients, over all floods, or over `size` floods if there are fewer clients than floods.
 
-    with_watch has no meaning here: the flood is what takes the time."""
+    with_watch has no effect: the flood determines the times."""
     outcome = Outcome("noisy neighbours", size, seed)
     began = asyncio.get_running_loop().time()
     chosen = random.Random(seed).sample(list(FLOODS), min(size, len(FLOODS)))
@@ -64,7 +64,7 @@ async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | Non
 
 
 async def _count(arena: Arena, name: str, flood: Flood, num_newcomers: int, num_flows: int) -> None:
-    """Newcomers, one after the other, beside a flood."""
+    """New clients, one after the other, beside a flood."""
     outcome, stop = arena.outcome, asyncio.Event()
     flooding = asyncio.create_task(flood(arena, stop))
     turns, refused = [], 0
@@ -92,9 +92,9 @@ async def _count(arena: Arena, name: str, flood: Flood, num_newcomers: int, num_
 
 
 async def _turns_before(arena: Arena, session: str) -> int | None:
-    """Turns of others that start between a newcomer's arrival and its first token, ENOUGH at most; None when it is
+    """Other turns that start between a new client's arrival and its first token, ENOUGH at most; None if it is
     refused."""
-    # Else one answer in 200 would be empty, which looks like a refusal here.
+    # Otherwise one answer in 200 would be empty, which looks like a refusal here.
     ask = Ask(CHAT, _body(arena, arena.rng, stream=True) | {"ignore_eos": True}, session, arena.served.key)
     before = (await arena.served.stats())["engine"]["first_slots"]
 
@@ -113,7 +113,7 @@ async def _turns_before(arena: Arena, session: str) -> int | None:
 
 
 async def _first_token(connection: Connection) -> bool:
-    """Wait for it; False when the request is refused."""
+    """Wait for the first token; False if the request is refused."""
     await connection.head()
     if connection.answer.status == 200:
         async for part in connection.parts():
@@ -134,7 +134,7 @@ def _body(arena: Arena, rng: random.Random, *, stream: bool = False, num_words: 
 
 
 async def _many(arena: Arena, stop: asyncio.Event, make: Callable[[random.Random, int], Ask]) -> None:
-    """NUM_FLOOD clients who ask again and again."""
+    """NUM_FLOOD clients that repeat their requests."""
 
     async def work(rng: random.Random, client: int) -> None:
         while not stop.is_set():
@@ -152,7 +152,7 @@ async def _no_session(arena: Arena, stop: asyncio.Event) -> None:
 
 
 async def _many_prompts(arena: Arena, stop: asyncio.Event) -> None:
-    """One request with hundreds of prompts, again and again."""
+    """One request with hundreds of prompts, repeated."""
     body = {
         "model": arena.served.model,
         "prompt": [f"{number} {WORDS[number % len(WORDS)]}" for number in range(NUM_FLOOD)],
@@ -169,7 +169,7 @@ async def _many_choices(arena: Arena, stop: asyncio.Event) -> None:
 
 
 async def _old_sessions(arena: Arena, stop: asyncio.Event) -> None:
-    """Agents who go on at once with each answer, in a memory that doesn't hold all of them."""
+    """Agents that continue directly after each answer, in a memory too small for all of them."""
 
     async def work(rng: random.Random, number: int) -> None:
         messages: list[dict[str, str]] = _body(arena, rng, num_words=OLD_WORDS)["messages"]
@@ -196,7 +196,7 @@ FLOODS: dict[str, Flood] = {
 
 
 async def _with_keys(outcome: Outcome, each: int, log: Path) -> None:
-    """A key that floods, each request under a session of its own, and another key."""
+    """A key that floods, each request in a session of its own, and another key."""
     keys = {"noisy": "noisy-key", "quiet": "quiet-key"}
     lines = [f'[{name}]\nhash = "{hashlib.sha256(key.encode()).hexdigest()}"\n' for name, key in keys.items()]
     file = log.with_suffix(".keys")

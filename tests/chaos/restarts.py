@@ -1,5 +1,4 @@
-"""A server that ends and starts again at the same address, under clients who ask again: every answer that they get is
-right."""
+"""A server that ends and starts again at the same address, while clients retry: every answer that they get is right."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NUM_CLIENTS = 4
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
-    """size: starts. with_watch has no meaning here: between two servers nobody answers."""
+    """size: starts. with_watch has no effect: between two servers nothing answers."""
     outcome = Outcome("restarts", size, seed)
     rng = random.Random(seed)
     with socket.create_server(("127.0.0.1", 0)) as free:

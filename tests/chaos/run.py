@@ -1,9 +1,9 @@
 """The whole chaos suite: `make chaos`, or `python -m tests.chaos.run --only kills --scale 0.1`. Half an hour on two
 cores.
 
-Every attack runs against a server of its own, started as a user starts it. What must not be ends with the exit status
-1: a wrong answer, a stream without exactly one terminal event, a counter that isn't zero afterwards, memory that grew,
-or a server that is too far behind the control process.
+Every attack runs against a server of its own, started as a user starts it. Any violation makes the exit status 1: a
+wrong answer, a stream without exactly one terminal event, a counter that isn't zero afterwards, memory growth, or a
+server that is too far behind the control process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.chaos import bodies, half_open, hang_ups, kills, neighbours, restarts
 from tests.chaos.arena import RSS_GROWTH, Outcome
 
 HEALTH_MILLISECONDS, GAP_MILLISECONDS = 100.0, 250.0
-"""That the server may be behind the control process."""
+"""Maximum delay of the server compared with the control process."""
 
 Attack = Callable[..., Awaitable[Outcome]]
 
@@ -37,7 +37,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "restarts": (restarts.run, 30),
     "neighbours": (neighbours.run, 60),
 }
-"""Name, attack, and its full size; tests/chaos/test_short.py has the small ones."""
+"""Name, attack, and its full size; tests/chaos/test_short.py has the small sizes."""
 
 COLUMNS = (
     "attack",
@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def judge(outcome: Outcome) -> None:
-    """Add what times and memory say to the failures."""
+    """Add the violations of time and memory limits."""
     for name, grown in outcome.grown().items():
         outcome.check(False, f"{name} holds more than {RSS_GROWTH - 1:.0%} more than before: {grown}")
     watched = outcome.watched

@@ -1,4 +1,4 @@
-"""A server as a user starts it, its processes, and what they hold. Linux only: it reads /proc."""
+"""A server as a user starts it, its processes, and their resources. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ("-m", "tests.chaos.light_serve")
 REAL = ("-m", "agentspec")
 QUIET_SECONDS = 30.0
-"""How long counters may take to come back to zero."""
+"""Time limit for counters to return to zero."""
 END_SECONDS = 60.0
-"""How long a server may take to end that was told to."""
+"""Time limit for a server's termination."""
 
 ZERO_STATS = ("running", "waiting")
 ZERO_CACHE = ("leases", "checkpoints_locked", "tree_pages_locked")
@@ -30,7 +30,7 @@ ZERO_METRICS = ("agentspec_requests_running", "agentspec_requests_waiting", "age
 
 
 def children(pid: int) -> list[int]:
-    """All processes below `pid`, with their threads left out."""
+    """All descendant processes of `pid`, without their threads."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -43,8 +43,8 @@ def children(pid: int) -> list[int]:
 
 
 def role(pid: int) -> str:
-    """The last name of the module that a process of ours runs: `process`, `light_engine`, `text_process`; "" when it is
-    gone."""
+    """The last name of the module that one of our processes runs: `process`, `light_engine`, `text_process`; "" if it
+    has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -54,7 +54,7 @@ def role(pid: int) -> str:
 
 
 def is_there(pid: int) -> bool:
-    """It runs, or is stopped; a zombie does neither."""
+    """Whether it is running or stopped, but not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -67,13 +67,13 @@ def rss_mib(pid: int) -> float:
 
 
 class Served:
-    """A running server. A context manager: it, and whatever it started, ends no later than its context."""
+    """A running server. A context manager: it and its child processes end no later than its context."""
 
     def __init__(self, process: subprocess.Popen[str], *, model: str, log: Path | None) -> None:
         self.process, self.model, self.log = process, model, log
         self.port = 0
         self.key: str | None = None
-        """What questions to it bring along."""
+        """Headers of requests to it."""
 
     @classmethod
     def launch(
@@ -85,7 +85,7 @@ class Served:
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
     ) -> Self:
-        """Start one. files: its limit of open files. log: where its stderr goes, else nowhere."""
+        """Start one. files: its limit of open files. log: file for its stderr; None: discarded."""
         entry = LIGHT if light else REAL
         own = () if light else ("--device", "cpu", "--memory", "0.2")
         command = [sys.executable, *entry, "serve", "--port", str(port), *own, *flags]
@@ -105,7 +105,7 @@ class Served:
 
     @classmethod
     async def start(cls, *flags: str, **settings: Any) -> Self:
-        """Launch one, and wait until it serves."""
+        """Start one, and wait until it serves."""
         served = cls.launch(*flags, **settings)
         try:
             served.port = await asyncio.to_thread(served._read_port)
@@ -140,7 +140,7 @@ class Served:
         return next((pid for pid in children(self.pid) if role(pid) in ("light_engine", "process")), None)
 
     def kill(self) -> None:
-        """Everything, at once."""
+        """Kill all its processes."""
         pids = self.all_pids()
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -148,14 +148,14 @@ class Served:
         self.process.communicate()
 
     async def ended(self) -> int | None:
-        """Wait for the server's process; its exit code, None when it doesn't end in END_SECONDS."""
+        """Wait for the server's process; return its exit code, None if it doesn't end within END_SECONDS."""
         try:
             return await asyncio.to_thread(self.process.wait, END_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 
     def rss(self) -> dict[str, float]:
-        """MiB by role; processes of one role are added up."""
+        """MiB by role; processes of one role are summed."""
         found: dict[str, float] = {}
         for pid in self.all_pids():
             with suppress(OSError):
@@ -164,7 +164,7 @@ class Served:
         return found
 
     def num_files(self) -> int:
-        """Open files of the server's own process; 0 when it has ended."""
+        """Open files of the server's own process; 0 if it has ended."""
         try:
             return len(os.listdir(f"/proc/{self.pid}/fd"))
         except OSError:
@@ -181,7 +181,7 @@ class Served:
         return found
 
     async def left(self) -> list[str]:
-        """What isn't as in an idle server: counters that are not zero, by name."""
+        """Counters that are not zero, by name; empty for an idle server."""
         answer = await self.get("/stats")
         if answer.status != 200:
             return [f"/stats answered {answer.status}: {answer.body[:200]!r}"]
@@ -201,7 +201,7 @@ class Served:
         return found
 
     async def quiet(self) -> list[str]:
-        """Wait until everything is as in an idle server; what is still not after QUIET_SECONDS."""
+        """Wait until the server is idle; return the counters that are still not zero after QUIET_SECONDS."""
         found = ["never asked"]
         with suppress(TimeoutError):
             async with asyncio.timeout(QUIET_SECONDS):

@@ -1,6 +1,7 @@
 """The chaos suite with small sizes, in seconds: answers, terminal events and counters.
 
-`make chaos` has the full sizes, and looks at times and memory."""
+`make chaos` has the full sizes, and also checks times and memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SHORT: dict[str, tuple[Callable[..., Coroutine[Any, Any, Outcome]], int]] = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_an_attack(name: str, tmp_path: Path) -> None:
+def test_attack_has_no_violations(name: str, tmp_path: Path) -> None:
     attack, size = SHORT[name]
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

@@ -1,9 +1,9 @@
-"""Asks a server and the control process beside it the same things, and says how far the server is behind: `python -m
+"""Sends the same requests to a server and to the control process, and measures the server's delay: `python -m
 tests.chaos.watch ...`.
 
-A process of its own, so that the attackers' work doesn't delay its clock. It asks both for `/health` at the same
-moment, again and again, each time on a new connection, and reads streams of both. A time of the server counts against
-what the control took in the same moment. It ends with its standard input, and prints one JSON object.
+A process of its own, so that the attackers' work doesn't delay its clock. It repeatedly asks both for `/health` at the
+same moment, each time on a new connection, and reads streams of both. The server's times are compared with the
+control's at the same moment. It ends with its standard input, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_WORST = 40
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Milliseconds of a server and of the control beside it."""
+    """Milliseconds of the server and of the control."""
 
     num: int
     median: float
@@ -37,7 +37,7 @@ class Figures:
     control_p99: float
     control_worst: float
     behind: float
-    """The most that the server took longer than the control in the same moment."""
+    """The maximum by which the server took longer than the control at the same moment."""
 
 
 class Watch:
@@ -45,13 +45,13 @@ class Watch:
         self._server, self._control, self._model = server, control, model
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._probes: list[tuple[float, float, float]] = []
-        """Seconds of the server's answer, and of the control's, and when both were there."""
+        """Seconds of the server's and the control's answers, and when both had arrived."""
         self._gaps: list[list[tuple[float, float]]] = [[], []]
         """(end, seconds) between two parts of a stream, of the server and of the control."""
         self.num_failed = 0
         """Probes without a 200."""
         self.num_broken = 0
-        """Streams that did not come to their end."""
+        """Streams that were cut off."""
 
     async def run(self) -> dict[str, Any]:
         """Watch until the standard input ends."""
@@ -115,8 +115,7 @@ def _is_right(answer: Answer) -> bool:
 
 
 def _behind(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(end, seconds) for each gap of the server: how much longer it is than the longest of the control that touches
-    it."""
+    """(end, seconds) for each gap of the server: its excess over the longest gap of the control that overlaps it."""
     ends = [end for end, _ in theirs]
     late = []
     for end, gap in ours:

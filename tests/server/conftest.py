@@ -1,4 +1,5 @@
-"""A real text pipeline over a byte tokenizer, the bundled model's, and an app around a scripted engine."""
+"""Fixtures: a real text pipeline over a byte tokenizer, the bundled model's pipeline, and an app around a scripted
+engine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from agentspec.text.turn_memory import TurnMemory
 from tests.fakes.engine_client import ScriptedEngine
 from tests.fakes.text import END_OF_TURN, byte_backend
 
-# The shape of Qwen's templates, as small as it gets: a call is shown as `<function=`, so the dialect is found.
+# A minimal template in the style of Qwen's: calls are rendered as `<function=`, so that the dialect is detected.
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -45,7 +46,7 @@ def pipeline() -> TextPipeline:
 
 @pytest.fixture(scope="module")
 def bundled_text() -> TextPipeline:
-    """tiny-agent's own."""
+    """The pipeline of tiny-agent."""
     text = TextPipeline.from_checkpoint(Tokenizer.from_directory(bundled.DIRECTORY), bundled.DIRECTORY)
     assert text is not None
     return text
@@ -53,8 +54,7 @@ def bundled_text() -> TextPipeline:
 
 @pytest.fixture
 def connect(pipeline: TextPipeline) -> Callable[..., httpx.AsyncClient]:
-    """An HTTP client to an app around the given engine, with the text pipeline unless told otherwise. What else is told
-    goes to create_app."""
+    """An HTTP client for an app around the given engine. Other arguments are passed on to create_app."""
 
     def open_client(engine: ScriptedEngine, **overrides: Any) -> httpx.AsyncClient:
         app = create_app(engine, overrides.pop("pipeline", pipeline), **overrides)

@@ -1,4 +1,4 @@
-"""An app behind a real socket, in a thread of the test's process."""
+"""Serves an app on a real socket, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OpenApp = Callable[[], AbstractAsyncContextManager[Any]]
 
 @contextmanager
 def served(open_app: OpenApp) -> Iterator[str]:
-    """Serve the app that `open_app` yields; the value is its base URL, with the slash at the end."""
+    """Serve the app that `open_app` yields; the value is its base URL, with a trailing slash."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -1,4 +1,4 @@
-"""What an answer says of its cost."""
+"""Usage and metrics of an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.wire import SpecStats, Usage
 from tests.fakes.engine_client import INFO, SPEC
 
 
-def test_metrics_have_the_familiar_shape() -> None:
+def test_metrics_have_vllms_shape() -> None:
     body = metrics_body(SPEC, INFO)["speculative_decoding"]
     assert body == {
         "mean_acceptance_length": 1 + 5 / 4,
@@ -33,19 +33,19 @@ def test_metrics_have_the_familiar_shape() -> None:
     }
 
 
-def test_forced_acceptance_is_labelled() -> None:
+def test_forced_acceptance_is_labelled_in_metrics() -> None:
     forced = msgspec.structs.replace(INFO, forced_acceptance=(0.5,))
     assert metrics_body(SPEC, forced)["speculative_decoding"]["forced"] is True
     assert "forced" not in metrics_body(SPEC, INFO)["speculative_decoding"]
 
 
-def test_a_model_without_drafts_has_no_source() -> None:
+def test_model_without_drafts_has_no_draft_sources() -> None:
     plain = msgspec.structs.replace(INFO, draft_sources=())
     body = metrics_body(SpecStats(num_steps=2, histogram=[2]), plain)["speculative_decoding"]
     assert (body["by_source"], body["mean_acceptance_length"], body["draft_acceptance_rate"]) == ({}, 1.0, None)
 
 
-def test_each_source_counts_its_own_positions() -> None:
+def test_each_draft_source_counts_its_own_positions() -> None:
     class Sources(enum.StrEnum):
         OURS = "ours"
         THEIRS = "theirs"
@@ -67,12 +67,12 @@ def test_each_source_counts_its_own_positions() -> None:
     }
 
 
-def test_positions_that_no_draft_was_accepted_at_count() -> None:
+def test_positions_without_accepted_drafts_are_counted() -> None:
     body = metrics_body(SpecStats(num_steps=1, num_drafted=2, drafted_by_position=[1, 1]), INFO)["speculative_decoding"]
     assert body["acceptance_by_position"] == [0.0, 0.0]
 
 
-def test_totals_add_up_lists_of_any_length() -> None:
+def test_totals_add_lists_of_different_lengths() -> None:
     one = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=3, spec=SPEC)
     two = Usage(prompt_tokens=10, spec=SpecStats(num_steps=1, histogram=[0, 0, 0, 5]))
     whole = total([one, two])
@@ -86,7 +86,7 @@ def test_totals_add_up_lists_of_any_length() -> None:
     assert SPEC.histogram == [1, 1, 2]
 
 
-def test_choices_of_one_prompt_pay_for_it_once() -> None:
+def test_usage_counts_the_prompt_of_several_choices_once() -> None:
     first, second = (
         Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=0),
         Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=8),

@@ -1,5 +1,5 @@
-"""Requests as benchmark clients send them, field by field and header by header: each is taken whole, and means what its
-sender means by it.
+"""Requests as benchmark clients send them, field by field and header by header: each is accepted, with the intended
+meaning.
 
 MLPerf Endpoints at ea33275 (August 2026) and aiperf 0.13.0; tests/frameworks/test_aiperf.py runs the latter itself.
 """
@@ -57,7 +57,7 @@ MLPERF: dict[str, Any] = {
     "chat_template_kwargs": {"preserve_thinking": True},
     "tools": [BASH],
 }
-"""What its client sends with the configuration for Qwen3.6-35B-A3B, in the middle of a conversation."""
+"""Its client's request with the configuration for Qwen3.6-35B-A3B, in the middle of a conversation."""
 
 AIPERF: dict[str, Any] = {
     "messages": [
@@ -72,16 +72,16 @@ AIPERF: dict[str, Any] = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True},
 }
-"""What it sends for a recorded Claude Code session, with cache-bust markers, as AgentX has them."""
+"""Its request for a recorded Claude Code session, with cache-bust markers, as in AgentX."""
 
 AIPERF_HEADERS = ("X-Session-Affinity", "X-Session-ID", "X-SMG-Routing-Key", "X-Dynamo-Session-ID")
-"""Each holds the conversation's id; the first is always there, the others when its environment says so."""
+"""Each holds the conversation's id. The first is always sent, the others depending on its environment."""
 
 
 def submitted(
     connect: Connect, text: TextPipeline, body: dict[str, Any], headers: dict[str, str]
 ) -> tuple[Submit, str]:
-    """What the engine is asked for, and its prompt as text."""
+    """The submit and its prompt as text."""
     engine = ScriptedEngine([*said("ok"), ended()])
 
     async def run() -> httpx.Response:
@@ -94,7 +94,7 @@ def submitted(
     return submit, text.tokenizer.decode(submit.prompt_ids)
 
 
-def test_mlperf_endpoints_agentic_client(connect: Connect, bundled_text: TextPipeline) -> None:
+def test_mlperf_endpoints_agentic_client_request_is_accepted(connect: Connect, bundled_text: TextPipeline) -> None:
     submit, prompt = submitted(connect, bundled_text, MLPERF, {"X-Session-ID": "django__django-11133__repeat_2"})
     assert submit.session_id == "django__django-11133__repeat_2"
     sampling = submit.sampling
@@ -107,7 +107,9 @@ def test_mlperf_endpoints_agentic_client(connect: Connect, bundled_text: TextPip
 
 
 @pytest.mark.parametrize("header", AIPERF_HEADERS)
-def test_aiperf_on_recorded_sessions(connect: Connect, bundled_text: TextPipeline, header: str) -> None:
+def test_aiperf_request_on_recorded_sessions_is_accepted(
+    connect: Connect, bundled_text: TextPipeline, header: str
+) -> None:
     one_each = {"X-Request-ID": "4f33e69f", "X-Correlation-ID": "d50d3bcf"}
     submit, prompt = submitted(connect, bundled_text, AIPERF, one_each | {header: "d50d3bcf"})
     assert submit.session_id == "d50d3bcf"

@@ -1,5 +1,4 @@
-"""Bodies on their way in: how long they may take, how much of them is held, and answers that don't wait for one. On a
-virtual clock."""
+"""Reading bodies: time limits, memory limits, and answers before a body is complete. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def scope_of(path: str = "/v1/completions", **headers: str) -> dict[str, Any]:
 
 
 class Client:
-    """One request of a client who says when its parts come."""
+    """A client's request whose body parts arrive at given times."""
 
     def __init__(self, **headers: str) -> None:
         self.scope = scope_of(**({"content_length": "1000"} | headers))
@@ -47,7 +46,7 @@ class Client:
         self.sent.append(message)
 
     async def ask(self, app: Any) -> int:
-        """The status of the answer."""
+        """Status of the answer."""
         await app(self.scope, self.receive, self.take)
         status: int = self.sent[0]["status"]
         return status
@@ -58,13 +57,13 @@ def door_of(**config: Any) -> Door:
 
 
 async def settled(*tasks: asyncio.Task[Any]) -> None:
-    """Let everybody do what can be done without time going by."""
+    """Run all callbacks that are due, without advancing the clock."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_half_open_bodies_lock_nobody_out() -> None:
-    """264 clients who send all of a body but its end took every place there was, for good."""
+def test_unfinished_bodies_do_not_block_other_requests() -> None:
+    """Regression: 264 clients that sent all of a body but its end occupied every place for good."""
 
     async def main() -> None:
         door = door_of()
@@ -83,8 +82,8 @@ def test_half_open_bodies_lock_nobody_out() -> None:
     run(main())
 
 
-def test_a_request_counts_when_its_body_is_complete() -> None:
-    """Those that were let in while there was room are refused when others were faster."""
+def test_request_counts_from_its_complete_body() -> None:
+    """Requests admitted early are refused if others have filled the places meanwhile."""
 
     async def main() -> None:
         go_on = asyncio.Event()
@@ -105,14 +104,16 @@ def test_a_request_counts_when_its_body_is_complete() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
-def test_without_the_right_key_nothing_of_a_body_is_read_before_the_answer(headers: dict[str, str]) -> None:
+def test_401_is_sent_before_the_body_is_read(headers: dict[str, str]) -> None:
     async def main() -> None:
         client = Client(**headers)
         asking = asyncio.create_task(client.ask(door_of(api_keys=("key",))))
         await settled()
         assert (client.num_taken, client.sent[0]["status"]) == (0, 401)
         assert (b"connection", b"close") in client.sent[0]["headers"]
-        assert client.sent[1]["body"].startswith(b'{"error"'), "it is sent while the client may still be sending"
+        assert client.sent[1]["body"].startswith(b'{"error"'), (
+            "the answer is sent before the client has finished sending"
+        )
         for _ in range(100):
             client.send(b" " * 2**16)
         assert await asking == 401
@@ -122,7 +123,7 @@ def test_without_the_right_key_nothing_of_a_body_is_read_before_the_answer(heade
     run(main())
 
 
-def test_without_a_key_no_body_is_read_where_none_is_needed_either() -> None:
+def test_keyless_requests_on_open_paths_are_answered_before_the_body_is_read() -> None:
     async def main() -> None:
         for path in ("/health", "/", "/static/main.js"):
             client = Client()
@@ -132,7 +133,7 @@ def test_without_a_key_no_body_is_read_where_none_is_needed_either() -> None:
     run(main())
 
 
-def test_behind_an_answer_a_silent_client_has_little_time() -> None:
+def test_connection_closes_soon_after_an_early_answer() -> None:
     async def main() -> None:
         assert await Client().ask(door_of(api_keys=("key",))) == 401
         assert asyncio.get_running_loop().time() == LINGER_SECONDS
@@ -140,7 +141,7 @@ def test_behind_an_answer_a_silent_client_has_little_time() -> None:
     run(main())
 
 
-def test_an_answer_to_a_request_without_a_body_closes_nothing() -> None:
+def test_refusal_without_a_body_keeps_the_connection_open() -> None:
     async def main() -> None:
         client = Client(content_length="0")
         assert await client.ask(door_of(api_keys=("key",))) == 401
@@ -151,7 +152,7 @@ def test_an_answer_to_a_request_without_a_body_closes_nothing() -> None:
 
 
 async def sent_in_parts(size: int, gap: float, num_parts: int) -> tuple[int, float]:
-    """The status of a body that comes in parts, and the time of the answer."""
+    """Status and time of the answer to a body that arrives in parts."""
     client = Client(content_length=str(size * num_parts + len(WHOLE)))
     asking = asyncio.create_task(client.ask(door_of()))
     for _ in range(num_parts):
@@ -173,14 +174,14 @@ async def sent_in_parts(size: int, gap: float, num_parts: int) -> tuple[int, flo
         (LEAST_RATE // 2, 1.0, 408),
     ],
 )
-def test_a_body_must_go_on(size: int, gap: float, status: int) -> None:
+def test_slow_body_is_408(size: int, gap: float, status: int) -> None:
     found, seconds = run(sent_in_parts(size, gap, 60))
     assert found == status
     assert status == 200 or seconds < 3 * WINDOW_SECONDS
 
 
-def test_a_fast_beginning_buys_no_time() -> None:
-    """Else 60 MiB at once would hold them for two hours."""
+def test_fast_start_does_not_extend_the_body_timeout() -> None:
+    """Without the limit, a large first part would buy two hours."""
 
     async def main() -> None:
         client = Client(content_length=str(2**26))
@@ -192,7 +193,7 @@ def test_a_fast_beginning_buys_no_time() -> None:
     run(main())
 
 
-def test_a_body_that_is_declared_too_large_is_refused_at_once() -> None:
+def test_too_large_content_length_is_refused_at_once() -> None:
     async def main() -> None:
         client = Client(content_length=str(2**20 + 1))
         asking = asyncio.create_task(client.ask(door_of(max_body_mib=1)))
@@ -204,8 +205,8 @@ def test_a_body_that_is_declared_too_large_is_refused_at_once() -> None:
     run(main())
 
 
-def test_large_unfinished_bodies_are_bounded_together() -> None:
-    """The one that came first goes, and what is small always finds room."""
+def test_total_size_of_large_unfinished_bodies_is_bounded() -> None:
+    """The oldest large body is dropped; small bodies are always accepted."""
 
     async def main() -> None:
         read = Bodies(max_bytes=2**20)
@@ -229,7 +230,7 @@ def test_large_unfinished_bodies_are_bounded_together() -> None:
     run(main())
 
 
-def test_a_client_that_leaves_in_its_body_leaves_nothing() -> None:
+def test_disconnect_within_a_body_releases_everything() -> None:
     async def main() -> None:
         read, client = Bodies(max_bytes=2**20), Client()
         reading = asyncio.create_task(read.read(client.scope, client.receive))
@@ -244,7 +245,7 @@ def test_a_client_that_leaves_in_its_body_leaves_nothing() -> None:
     run(main())
 
 
-def test_a_body_of_one_part_is_not_copied() -> None:
+def test_single_part_body_is_not_copied() -> None:
     async def main() -> None:
         client = Client()
         client.send(WHOLE, more=False)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions over HTTP: shapes, deltas, finish reasons, and the same answer whatever the chunking."""
+"""/v1/chat/completions over HTTP: shapes, deltas, finish reasons, and the same answer for any chunking."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}},
     },
 }
-CALL_TEXT = "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
+CALL_TEXT = (
+    "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 
 
 def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], **headers: str) -> httpx.Response:
@@ -53,7 +56,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of the deltas, and the finish reason."""
+    """The message that a client assembles from the deltas, and the finish reason."""
     message: dict[str, Any] = {"role": None, "content": "", "reasoning": "", "calls": []}
     reasons = []
     for chunk in parts:
@@ -79,7 +82,7 @@ def split(text: str, rng: random.Random) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def test_a_whole_answer(connect: Connect) -> None:
+def test_whole_answer_has_the_documented_shape(connect: Connect) -> None:
     engine = ScriptedEngine([*said("Hel", "lo"), ended(text="!")])
     response = post(connect, engine, CHAT)
     answer = response.json()
@@ -106,7 +109,7 @@ def test_a_whole_answer(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_goes_on_from_the_assistants_text(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+def test_answer_continues_the_assistants_text(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
     engine = ScriptedEngine([*said(" is 4", "2"), ended(text=".")])
     begun = [*CHAT["messages"], {"role": "assistant", "content": "It"}]
     asked = {
@@ -116,11 +119,11 @@ def test_an_answer_goes_on_from_the_assistants_text(connect: Connect, pipeline: 
     }
     response = post(connect, engine, {**CHAT, "messages": begun, "stream": stream, **asked})
     answer = joined(chunks(response)) if stream else response.json()["choices"][0]["message"]
-    assert answer["content"] == " is 42.", "it holds only what is new"
+    assert answer["content"] == " is 42.", "it contains only the new text"
     assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\nIt")
 
 
-def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> None:
+def test_submit_has_prompt_session_and_namespace(connect: Connect) -> None:
     engine = ScriptedEngine()
     post(
         connect,
@@ -139,7 +142,7 @@ def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> No
     assert third.breakpoints[-1] == Breakpoint(offset=len(third.prompt_ids), kind=CheckpointKind.USER)
 
 
-def test_streaming_opens_with_the_role_and_ends_with_usage(connect: Connect) -> None:
+def test_stream_starts_with_the_role_and_ends_with_usage(connect: Connect) -> None:
     script = [*said("Hel", "lo"), ended(text="!")]
     plain = chunks(post(connect, ScriptedEngine(script), {**CHAT, "stream": True}))
     assert [choice["delta"] for chunk in plain for choice in chunk["choices"]] == [
@@ -164,8 +167,8 @@ def test_streaming_opens_with_the_role_and_ends_with_usage(connect: Connect) -> 
     assert counted[-2]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_each_chunk_counts_the_tokens_so_far_where_it_is_asked_to(connect: Connect) -> None:
-    """Every step has its chunk then, also one whose text waits for more."""
+def test_continuous_usage_stats_count_the_tokens_so_far(connect: Connect) -> None:
+    """Every step has a chunk then, even if its text is held back."""
     script = [*said("Hel", "</thi", "nk>b"), ended(text="!")]
     body = {**CHAT, "stream": True, "chat_template_kwargs": {"enable_thinking": True}}
     engine = ScriptedEngine(script)
@@ -238,7 +241,7 @@ def test_any_chunking_gives_the_same_answer_streamed_or_whole(connect: Connect, 
         "text",
     ],
 )
-def test_tool_calls_is_said_only_of_whole_calls_that_the_model_ended(
+def test_finish_reason_tool_calls_requires_complete_calls(
     connect: Connect, end: FinishEvent, text: str, finish: str
 ) -> None:
     body = {**CHAT, "tools": [TOOL]}
@@ -248,7 +251,7 @@ def test_tool_calls_is_said_only_of_whole_calls_that_the_model_ended(
 
 
 @pytest.mark.parametrize("extra", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "tool_choice none"])
-def test_without_tools_nothing_is_taken_for_a_call(connect: Connect, extra: dict[str, Any]) -> None:
+def test_without_tools_calls_are_not_parsed(connect: Connect, extra: dict[str, Any]) -> None:
     engine = ScriptedEngine([*said(CALL_TEXT), ended()])
     choice = post(connect, engine, {**CHAT, **extra}).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
@@ -260,7 +263,7 @@ def test_without_tools_nothing_is_taken_for_a_call(connect: Connect, extra: dict
     )
 
 
-def test_the_token_that_opens_calls_is_banned_where_none_may_be_made(connect: Connect, pipeline: TextPipeline) -> None:
+def test_call_opening_token_is_banned_when_calls_are_forbidden(connect: Connect, pipeline: TextPipeline) -> None:
     opening = pipeline.tokenizer.id_of("<tool_call>")
     engine = ScriptedEngine()
     for extra in ({"tool_choice": "none"}, {}, {"tool_choice": "none", "tools": []}):
@@ -284,7 +287,7 @@ def test_token_ids_stay_with_their_text(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
+def test_return_token_ids_of_the_output_only(connect: Connect, stream: bool) -> None:
     response = post(
         connect, ScriptedEngine([*said("ab"), ended()]), {**CHAT, "return_token_ids": "output", "stream": stream}
     )
@@ -293,8 +296,8 @@ def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
     assert all("prompt_token_ids" not in body for body in bodies)
 
 
-def test_control_tokens_in_an_answer_come_back_as_what_they_are(connect: Connect, pipeline: TextPipeline) -> None:
-    """Their ids stand in the next prompt where the client returns the text that shows them."""
+def test_control_tokens_of_an_answer_keep_their_ids(connect: Connect, pipeline: TextPipeline) -> None:
+    """Their ids are in the next prompt if the client returns the text that shows them."""
     ids = pipeline.tokenizer.encode("a<|endoftext|>b")
     script = [TokensEvent(request_id="", token_ids=ids, text="a<|endoftext|>b"), ended()]
 
@@ -316,8 +319,8 @@ def test_control_tokens_in_an_answer_come_back_as_what_they_are(connect: Connect
     assert after[: len(before) + len(ids)] == [*before, *ids]
 
 
-def test_a_returned_turn_gets_its_own_ids_back(connect: Connect) -> None:
-    """The engine's ids are not those of the text (a real model may split it otherwise), and come back all the same."""
+def test_returned_turn_is_encoded_with_its_generated_ids(connect: Connect) -> None:
+    """The engine's ids differ from those of the encoded text, as a real model's may, and are reused all the same."""
 
     async def run() -> None:
         generated = said("yes")[0]
@@ -348,7 +351,7 @@ def test_a_returned_turn_gets_its_own_ids_back(connect: Connect) -> None:
         ({**CHAT, "stream": True, "stop": ["a"] * 17}, 400, "stop", "at most 16"),
     ],
 )
-def test_user_errors_name_the_field(
+def test_request_errors_name_the_field(
     connect: Connect, body: dict[str, Any], status: int, param: str, words: str
 ) -> None:
     class Strict(ScriptedEngine):
@@ -363,7 +366,7 @@ def test_user_errors_name_the_field(
     assert words in error["message"]
 
 
-def test_a_checkpoint_without_tokenizer_or_template_refuses_chat(connect: Connect, pipeline: TextPipeline) -> None:
+def test_chat_is_refused_without_tokenizer_or_template(connect: Connect, pipeline: TextPipeline) -> None:
     async def run() -> None:
         for bundle, words in ((None, "no tokenizer"), (TextPipeline(pipeline.tokenizer, None), "no chat template")):
             async with connect(ScriptedEngine(), pipeline=bundle) as client:

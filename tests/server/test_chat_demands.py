@@ -1,4 +1,4 @@
-"""What a chat may ask beyond text: choices, log-probabilities, forms of output, calls, and how much to reason."""
+"""Chat features beyond text: choices, log-probabilities, output forms, tool choice, and reasoning effort."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def streamed(connect: Connect, engine: ScriptedEngine, body: dict[str, Any]) -> 
     return chunks(post(connect, engine, {**body, "stream": True, "stream_options": {"include_usage": True}}))
 
 
-def test_every_choice_is_a_request_of_its_own(connect: Connect) -> None:
+def test_every_choice_is_a_separate_submit(connect: Connect) -> None:
     engine = ScriptedEngine(
         [*said("a"), ended()], [*said("b"), ended(FinishReason.LENGTH, stop_match=None)], [*said(CALL), ended()]
     )
@@ -78,7 +78,7 @@ def test_every_choice_is_a_request_of_its_own(connect: Connect) -> None:
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == 12
 
 
-def test_streamed_choices_come_side_by_side(connect: Connect) -> None:
+def test_streamed_choices_are_interleaved(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a", "b"), ended()], [*said("c"), ended(text="d")])
     parts = streamed(connect, engine, {**CHAT, "n": 2})
     texts, reasons, roles = ["", ""], [], []
@@ -87,7 +87,7 @@ def test_streamed_choices_come_side_by_side(connect: Connect) -> None:
         roles += [choice["index"]] if "role" in choice["delta"] else []
         reasons += [(choice["index"], choice["finish_reason"])] if choice["finish_reason"] else []
     assert (texts, roles, sorted(reasons)) == (["ab", "cd"], [0, 1], [(0, "stop"), (1, "stop")])
-    assert [chunk["choices"][0]["index"] for chunk in parts[2:6]] == [0, 1, 0, 1], "none waits for another"
+    assert [chunk["choices"][0]["index"] for chunk in parts[2:6]] == [0, 1, 0, 1], "choices don't wait for each other"
     assert [chunk["usage"] is None for chunk in parts] == [True] * (len(parts) - 1) + [False]
     assert (parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (10, 12)
     plain = chunks(post(connect, ScriptedEngine([*said("a"), ended()]), {**CHAT, "n": 2, "stream": True}))
@@ -95,7 +95,7 @@ def test_streamed_choices_come_side_by_side(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_failing_choice_ends_the_others(connect: Connect, stream: bool) -> None:
+def test_failing_choice_aborts_the_others(connect: Connect, stream: bool) -> None:
     engine = ScriptedEngine(
         [*said("a"), asyncio.Event()], [*said("b"), ended(FinishReason.ERROR, error="the step failed")]
     )
@@ -106,7 +106,7 @@ def test_one_failing_choice_ends_the_others(connect: Connect, stream: bool) -> N
     assert engine.aborted == [engine.submits[0].request_id]
 
 
-def test_a_client_that_leaves_ends_every_choice(connect: Connect) -> None:
+def test_disconnect_aborts_every_choice(connect: Connect) -> None:
     async def run() -> None:
         engine = ScriptedEngine([*said("a"), asyncio.Event()])
         async with connect(engine) as client:
@@ -119,9 +119,9 @@ def test_a_client_that_leaves_ends_every_choice(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_log_probabilities_are_those_of_the_content(connect: Connect, pipeline: TextPipeline, seed: int) -> None:
-    """Whatever the steps: the tokens join to the content, and none of reasoning, calls and the space between is among
-    them."""
+def test_only_content_tokens_have_log_probabilities(connect: Connect, pipeline: TextPipeline, seed: int) -> None:
+    """For any step sizes: the scored tokens join to the content; tokens of reasoning, calls and the space between have
+    no scores."""
     rng = random.Random(seed)
     reasoning, content = "한 so\n</think>\n\n", rng.choice(["Look é한!", "<thin", "a\n\nb", ""])
     call = "\n\n" + CALL if rng.random() < 0.5 else ""
@@ -149,7 +149,7 @@ def test_log_probabilities_are_those_of_the_content(connect: Connect, pipeline: 
     assert all(bool(text) == (logprobs is not None) for text, logprobs in pieces), (seed, content)
 
 
-def test_without_being_asked_for_there_are_no_log_probabilities(connect: Connect, pipeline: TextPipeline) -> None:
+def test_log_probabilities_are_absent_by_default(connect: Connect, pipeline: TextPipeline) -> None:
     script = [*generated(pipeline.tokenizer, pipeline.tokenizer.encode("ab"), random.Random(0)), ended()]
     engine = ScriptedEngine(script)
     assert post(connect, engine, CHAT).json()["choices"][0]["logprobs"] is None
@@ -176,7 +176,7 @@ def test_without_being_asked_for_there_are_no_log_probabilities(connect: Connect
     ids=["whole", "empty", "no end", "ended by a call", "ended by a cut call", "none", "opened by the model"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_reasoning_are_counted(
+def test_reasoning_tokens_are_counted(
     connect: Connect, pipeline: TextPipeline, body: dict[str, Any], text: str, reasoning: str, stream: bool
 ) -> None:
     cut = ended() if text.endswith((">", "o")) else ended(FinishReason.LENGTH, stop_match=None)
@@ -186,7 +186,7 @@ def test_tokens_of_reasoning_are_counted(
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len(pipeline.tokenizer.encode(reasoning))
 
 
-def test_choices_add_up_their_reasoning(connect: Connect, pipeline: TextPipeline) -> None:
+def test_reasoning_tokens_are_summed_over_choices(connect: Connect, pipeline: TextPipeline) -> None:
     script = [*generated(pipeline.tokenizer, pipeline.tokenizer.encode("so</think>a"), random.Random(1)), ended()]
     assert (
         post(connect, ScriptedEngine(script), {**THINKING, "n": 3}).json()["usage"]["completion_tokens_details"][
@@ -197,7 +197,7 @@ def test_choices_add_up_their_reasoning(connect: Connect, pipeline: TextPipeline
 
 
 class Demanded:
-    """Stands for turn_grammar and keeps what it was asked."""
+    """Replaces turn_grammar and records its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -211,7 +211,7 @@ class Demanded:
         return self.grammar
 
 
-def test_demands_become_the_grammar_of_every_choice(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_choice_has_the_grammar_of_the_demand(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     demanded = Demanded(monkeypatch)
     engine = ScriptedEngine()
     post(
@@ -239,8 +239,8 @@ def test_demands_become_the_grammar_of_every_choice(connect: Connect, monkeypatc
     ]
 
 
-def test_only_the_allowed_tools_may_be_called(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt shows all of them, so that its prefix stays the same."""
+def test_grammar_contains_only_the_allowed_tools(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt shows all tools, so that its prefix stays the same."""
     demanded = Demanded(monkeypatch)
     engine = ScriptedEngine()
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "take"}}]}
@@ -250,11 +250,11 @@ def test_only_the_allowed_tools_may_be_called(connect: Connect, monkeypatch: pyt
         {**CHAT, "tools": [LOOK, TAKE], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
     )
     post(connect, engine, {**CHAT, "tools": [LOOK, TAKE]})
-    assert [tools for tools, *_ in demanded.calls] == [[TAKE]], "where nothing is demanded, there is no grammar to make"
+    assert [tools for tools, *_ in demanded.calls] == [[TAKE]], "without a demand no grammar is made"
     assert engine.submits[0].prompt_ids == engine.submits[1].prompt_ids
 
 
-def test_strictness_is_no_part_of_the_prompt(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_flag_does_not_change_the_prompt(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     demanded = Demanded(monkeypatch)
     engine = ScriptedEngine()
     strict = {"type": "function", "function": {**LOOK["function"], "strict": True}}
@@ -276,10 +276,8 @@ def test_strictness_is_no_part_of_the_prompt(connect: Connect, monkeypatch: pyte
         ({"tools": [LOOK], "guided_regex": "a"}, "guided_regex"),
     ],
 )
-def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
-    connect: Connect, extra: dict[str, Any], field: str
-) -> None:
-    """Refused at once, half-way with the text in the client's hands already or not, and in one of several choices."""
+def test_unsupported_grammar_error_names_the_clients_field(connect: Connect, extra: dict[str, Any], field: str) -> None:
+    """Refused before the first token, in a running stream, and in one of several choices."""
     refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
     scripts: list[list[Any]] = [
         [RequestError("grammar.source", "...", "can't go on")],
@@ -309,10 +307,8 @@ def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_goes_on_may_be_demanded_like_any_other(
-    connect: Connect, pipeline: TextPipeline, stream: bool
-) -> None:
-    """Choices, calls and forms: what is demanded counts for what is new."""
+def test_continued_answer_supports_demands(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+    """Constraints on choices, calls and forms apply to the new part."""
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Let me look. "}]
     body = {
         **CHAT,
@@ -356,7 +352,10 @@ def test_an_answer_that_goes_on_may_be_demanded_like_any_other(
     assert form.submits[0].grammar.field == "guided_regex"
 
 
-TEMPLATE = "{% if tools %}<function={% endif %}{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
+TEMPLATE = (
+    "{% if tools %}<function={% endif %}{{ messages[0].content }}"
+    "{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
+)
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}"
 
 
@@ -375,7 +374,7 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %} quick{% en
         (TEMPLATE, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, None),
     ],
 )
-def test_reasoning_effort_is_served_where_the_template_has_it(
+def test_reasoning_effort_reaches_templates_with_the_variable(
     connect: Connect, pipeline: TextPipeline, template: str, extra: dict[str, Any], shown: str | None
 ) -> None:
     tokenizer = pipeline.tokenizer
@@ -411,7 +410,7 @@ def test_reasoning_effort_is_served_where_the_template_has_it(
         (TEMPLATE, 3, None),
     ],
 )
-def test_the_other_apis_serve_it_likewise(
+def test_reasoning_effort_in_messages_and_responses(
     connect: Connect,
     pipeline: TextPipeline,
     path: str,

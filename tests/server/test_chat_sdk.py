@@ -1,4 +1,4 @@
-"""The official client reads what the server says: whole, streamed, and put together by its own stream helper."""
+"""The official client parses the server's answers: whole, streamed, and assembled by its own stream helper."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check(answer: ChatCompletion, content: str) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_choices_calls_and_log_probabilities(connect: Connect, pipeline: TextPipeline) -> None:
+def test_sdk_parses_choices_calls_and_log_probabilities(connect: Connect, pipeline: TextPipeline) -> None:
     async def run() -> None:
         engine = ScriptedEngine(
             script(pipeline, "Héllo"), script(pipeline, CALL), script(pipeline, "Héllo"), script(pipeline, CALL)
@@ -84,7 +84,7 @@ def test_choices_calls_and_log_probabilities(connect: Connect, pipeline: TextPip
     asyncio.run(run())
 
 
-def test_parsed_output(connect: Connect, pipeline: TextPipeline) -> None:
+def test_sdk_parses_structured_output(connect: Connect, pipeline: TextPipeline) -> None:
     class Place(BaseModel):
         at: str
 
@@ -96,7 +96,7 @@ def test_parsed_output(connect: Connect, pipeline: TextPipeline) -> None:
     asyncio.run(run())
 
 
-def test_completions_and_errors(connect: Connect, pipeline: TextPipeline) -> None:
+def test_sdk_parses_completions_and_errors(connect: Connect, pipeline: TextPipeline) -> None:
     async def run() -> None:
         one = [
             *generated(pipeline.tokenizer, pipeline.tokenizer.encode("b"), random.Random(3)),

@@ -38,12 +38,12 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def lists_joined(parts: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The lists of streamed log-probabilities, put together."""
+    """The streamed log-probabilities, concatenated."""
     scored = [logprobs for chunk in parts for choice in chunk["choices"] if (logprobs := choice["logprobs"])]
     return {name: [entry for logprobs in scored for entry in logprobs[name]] for name in scored[0]}
 
 
-def test_a_text_prompt_is_encoded_and_answered(connect: Connect, pipeline: TextPipeline) -> None:
+def test_text_prompt_is_encoded_and_answered(connect: Connect, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said("b", "c"), ended(text="d")])
     answer = post(connect, engine, {"prompt": "a", "max_tokens": 3}).json()
     assert list(engine.submits[0].prompt_ids) == pipeline.tokenizer.encode("a")
@@ -55,7 +55,7 @@ def test_a_text_prompt_is_encoded_and_answered(connect: Connect, pipeline: TextP
     assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 9
 
 
-def test_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
+def test_token_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
     ids = pipeline.tokenizer.encode("a<|im_end|>b")
     body = {"prompt": [*ids, 999], "echo": True, "return_token_ids": True}
     script = [*said("c"), ended()]
@@ -73,7 +73,7 @@ def test_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
+def test_return_token_ids_of_the_output_only(connect: Connect, stream: bool) -> None:
     body = {"prompt": [97], "echo": True, "return_token_ids": "output", "stream": stream}
     answer = post(connect, ScriptedEngine([*said("c"), ended()]), body)
     choices = [chunk["choices"][0] for chunk in chunks(answer)] if stream else answer.json()["choices"]
@@ -81,7 +81,7 @@ def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
     assert all("prompt_token_ids" not in choice for choice in choices)
 
 
-def test_control_tokens_are_shown_where_they_are_asked_for(connect: Connect, pipeline: TextPipeline) -> None:
+def test_skip_special_tokens_false_shows_control_tokens(connect: Connect, pipeline: TextPipeline) -> None:
     turn_end = pipeline.tokenizer.special_ids["<|im_end|>"]
     event = TokensEvent(
         request_id="", token_ids=[turn_end], text="<|im_end|>", scores=[TokenScore(turn_end, -1.0, [(turn_end, -1.0)])]
@@ -97,7 +97,7 @@ def test_control_tokens_are_shown_where_they_are_asked_for(connect: Connect, pip
         assert choice["logprobs"]["text_offset"][-1] == offset
 
 
-def test_breakpoints_and_a_forced_output_go_to_the_engine(connect: Connect) -> None:
+def test_breakpoints_and_forced_output_reach_the_engine(connect: Connect) -> None:
     engine = ScriptedEngine()
     marks = [{"offset": 0, "kind": "system"}, {"offset": 3, "kind": "user"}]
     post(connect, engine, {"prompt": [1, 2, 3], "breakpoints": marks, "forced_output": [7, 8]})
@@ -117,13 +117,15 @@ def test_breakpoints_and_a_forced_output_go_to_the_engine(connect: Connect) -> N
         ({"forced_output": "text"}, "forced_output"),
     ],
 )
-def test_what_is_wrong_with_them_is_named(fields: dict[str, Any], name: str, connect: Connect) -> None:
+def test_invalid_breakpoints_and_forced_output_are_refused_by_name(
+    fields: dict[str, Any], name: str, connect: Connect
+) -> None:
     answer = post(connect, ScriptedEngine(), {"prompt": "a", **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
 
 
-def test_streaming_without_extras_sends_text_alone(connect: Connect) -> None:
+def test_stream_without_extras_contains_only_text(connect: Connect) -> None:
     script = [*said("a", "", "b"), ended(text="c")]
     parts = chunks(
         post(
@@ -136,7 +138,7 @@ def test_streaming_without_extras_sends_text_alone(connect: Connect) -> None:
     assert all("token_ids" not in choice for chunk in parts for choice in chunk["choices"])
 
 
-def test_each_chunk_counts_the_tokens_of_its_choice_so_far_where_it_is_asked_to(connect: Connect) -> None:
+def test_continuous_usage_stats_count_the_tokens_of_each_choice(connect: Connect) -> None:
     engine = ScriptedEngine([*said("ab", ""), ended(text="c")], [*said("abcd"), ended()])
     options = {"include_usage": True, "continuous_usage_stats": True}
     parts = chunks(post(connect, engine, {"prompt": [[1, 2, 3], [4]], "stream": True, "stream_options": options}))
@@ -150,7 +152,7 @@ def test_each_chunk_counts_the_tokens_of_its_choice_so_far_where_it_is_asked_to(
     assert (parts[-1]["choices"], parts[-1]["usage"]["completion_tokens"]) == ([], 12)
 
 
-def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
+def test_without_a_tokenizer_prompts_and_answers_are_ids(connect: Connect) -> None:
     script = [
         TokensEvent(request_id="", token_ids=[0], text=""),
         TokensEvent(request_id="", token_ids=[0], text=""),
@@ -170,7 +172,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
     assert (error["param"], "no tokenizer" in error["message"]) == ("prompt", True)
 
 
-def test_several_prompts_become_choices(connect: Connect) -> None:
+def test_each_prompt_becomes_a_choice(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()], [*said("b"), ended()])
     answer = post(connect, engine, {"prompt": [[1], [2]]}).json()
     assert sorted(list(submit.prompt_ids) for submit in engine.submits) == [[1], [2]]
@@ -182,7 +184,7 @@ def test_several_prompts_become_choices(connect: Connect) -> None:
     assert spec["by_source"]["mtp"]["drafted_by_position"] == [2 * count for count in SPEC.drafted_by_position]
 
 
-def test_one_failing_prompt_ends_the_others(connect: Connect) -> None:
+def test_failing_prompt_aborts_the_others(connect: Connect) -> None:
     engine = ScriptedEngine([asyncio.Event(), ended()], [RequestError("prompt_ids", 7, "is wrong")])
     response = post(connect, engine, {"prompt": [[1], [2]]})
     error = response.json()["error"]
@@ -190,9 +192,9 @@ def test_one_failing_prompt_ends_the_others(connect: Connect) -> None:
     assert len(engine.aborted) == 1
 
 
-def test_choices_of_several_prompts(connect: Connect) -> None:
-    """Streamed or whole: indices go by prompt and choice, each prompt is paid for once, and seeds differ by choice
-    alone."""
+def test_choices_of_several_prompts_are_ordered_by_prompt(connect: Connect) -> None:
+    """Streamed or whole: indices are ordered by prompt and choice, each prompt counts once, and only seeds differ
+    between choices."""
     body = {"prompt": [[1], [2]], "n": 2, "best_of": 2, "seed": 7, "stop": ["x"]}
     engine = ScriptedEngine(*([*said(word), ended()] for word in "abcd"))
     answer = post(connect, engine, body).json()
@@ -227,7 +229,7 @@ def test_too_many_choices_are_refused(connect: Connect) -> None:
     assert (error["param"], "17 prompts" in error["message"]) == ("prompt", True)
 
 
-def test_output_forms_reach_the_engine_and_come_back_under_their_names(connect: Connect) -> None:
+def test_output_form_errors_name_the_clients_field(connect: Connect) -> None:
     engine = ScriptedEngine([ended()], [RequestError("grammar", "a(", "is no grammar")])
     post(connect, engine, {"prompt": "a", "guided_regex": "a+"})
     assert engine.submits[0].grammar is not None
@@ -236,7 +238,7 @@ def test_output_forms_reach_the_engine_and_come_back_under_their_names(connect: 
     assert (error["param"], "is no grammar" in error["message"]) == ("structured_outputs.grammar", True)
 
 
-def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
+def test_echo_with_logprobs_scores_the_prompt(connect: Connect, pipeline: TextPipeline) -> None:
     _, b, c = pipeline.tokenizer.encode("abc")
     scores = [
         TokenScore(token_id=b, logprob=-0.5, top=[(c, -0.1)]),
@@ -255,7 +257,7 @@ def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
     }
 
 
-def test_scoring_as_evaluation_harnesses_do(connect: Connect, pipeline: TextPipeline) -> None:
+def test_scoring_request_of_evaluation_harnesses(connect: Connect, pipeline: TextPipeline) -> None:
     """lm-evaluation-harness sends token ids with max_tokens 1, and drops the last token."""
     a, b, c = pipeline.tokenizer.encode("abc")
     of_b, of_c = (
@@ -282,7 +284,7 @@ def test_scoring_as_evaluation_harnesses_do(connect: Connect, pipeline: TextPipe
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_scores_are_the_same_streamed_or_whole(connect: Connect, pipeline: TextPipeline, seed: int, echo: bool) -> None:
+def test_scores_are_equal_streamed_and_whole(connect: Connect, pipeline: TextPipeline, seed: int, echo: bool) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choices(["a", "é", "한", "</think>", "\n"], k=rng.randint(1, 12)))
     ids = pipeline.tokenizer.encode(text)
@@ -300,20 +302,20 @@ def test_scores_are_the_same_streamed_or_whole(connect: Connect, pipeline: TextP
         assert name.startswith("bytes:") or whole["text"].startswith(name, offset), (seed, text, name)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(connect: Connect) -> None:
+def test_prompt_of_one_token_has_no_scores(connect: Connect) -> None:
     body = {"prompt": [97], "echo": True, "logprobs": 0, "max_tokens": 0}
     choice = post(connect, ScriptedEngine([ended(scores=[])]), body).json()["choices"][0]
     assert (choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]) == ([None], [None])
 
 
-def test_a_token_that_can_not_come_has_a_finite_score() -> None:
+def test_impossible_token_has_a_finite_score() -> None:
     body = CompletionLogprobs([b"a"]).body(
         [0], [TokenScore(token_id=0, logprob=float("-inf"), top=[(0, float("-inf"))])]
     )
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-9999.0], [{"a": -9999.0}])
 
 
-def test_tokens_that_are_no_text_keep_distinct_names() -> None:
+def test_tokens_without_text_have_distinct_names() -> None:
     table = [b"a", "é".encode()[:1], "é".encode()[1:], b""]
     score = TokenScore(token_id=2, logprob=-1.0, top=[(1, -0.5), (3, -2.0), (9, -3.0)])
     logprobs = CompletionLogprobs(table)
@@ -337,7 +339,7 @@ def test_empty_prompts_are_refused(connect: Connect, prompt: Any) -> None:
     assert response.json()["error"]["param"].startswith("prompt")
 
 
-def test_metrics_without_any_step_have_no_rates(connect: Connect) -> None:
+def test_metrics_without_steps_have_null_rates(connect: Connect) -> None:
     end = ended()
     assert isinstance(end, FinishEvent)
     end.usage.spec = SpecStats()
@@ -351,9 +353,7 @@ def test_metrics_without_any_step_have_no_rates(connect: Connect) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("half_way", [False, True])
-def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
-    connect: Connect, stream: bool, half_way: bool
-) -> None:
+def test_unsupported_grammar_error_names_the_clients_field(connect: Connect, stream: bool, half_way: bool) -> None:
     refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
     script = [*said("a"), refused] if half_way else [RequestError("grammar.source", "...", "can't go on")]
     response = post(

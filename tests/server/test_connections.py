@@ -1,5 +1,4 @@
-"""Connections over real sockets: how many there are, who goes to make room, how long each may keep still. Sweeps and
-their clock are the test's."""
+"""Connections over real sockets: their limit, eviction, and idle timeouts. The tests control sweeps and their clock."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class House:
-    """A server with room for a few connections, whose clock stands still."""
+    """A server with room for a few connections, on a stopped clock."""
 
     def __init__(self, limit: int) -> None:
         self.now = 0.0
@@ -44,7 +43,7 @@ class House:
         return peer
 
     async def probe(self) -> bytes:
-        """The status line of an answer to a newcomer."""
+        """The status line of the answer to a new connection."""
         reader, _ = await self.connect(PROBE)
         return await reader.readline()
 
@@ -88,8 +87,8 @@ async def is_closed(peer: Peer) -> bool:
     return True
 
 
-def test_idle_connections_stop_no_probe() -> None:
-    """100 idle sockets and few descriptors: whoever was silent for longest makes room."""
+def test_idle_connections_do_not_block_probes() -> None:
+    """100 idle sockets and few descriptors: the longest idle one is closed."""
 
     async def main() -> None:
         async with house(app_of()) as opened:
@@ -102,7 +101,7 @@ def test_idle_connections_stop_no_probe() -> None:
     asyncio.run(main())
 
 
-def test_half_sent_requests_make_room_and_complete_ones_stay() -> None:
+def test_incomplete_requests_are_evicted_and_complete_ones_stay() -> None:
     async def main() -> None:
         go_on = asyncio.Event()
         async with house(app_of(*said("first"), go_on, ended())) as opened:
@@ -119,7 +118,7 @@ def test_half_sent_requests_make_room_and_complete_ones_stay() -> None:
     asyncio.run(main())
 
 
-def test_where_nobody_is_idle_the_newcomer_goes_and_nothing_else() -> None:
+def test_new_connection_is_closed_when_none_is_idle() -> None:
     async def main() -> None:
         go_on = asyncio.Event()
         async with house(app_of(*said("first"), go_on, ended()), limit=3) as opened:
@@ -136,10 +135,10 @@ def test_where_nobody_is_idle_the_newcomer_goes_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("num_idle", [0, 3])
-def test_an_accept_without_a_descriptor_stops_nothing(
+def test_accept_without_a_free_descriptor_does_not_pause_the_server(
     num_idle: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """asyncio would say so and pause for a second."""
+    """asyncio would log the error and pause for a second."""
     monkeypatch.setattr(asyncio_constants, "ACCEPT_RETRY_DELAY", 10**6)
 
     async def main() -> None:
@@ -168,7 +167,7 @@ def test_an_accept_without_a_descriptor_stops_nothing(
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", PROBE[:-2], PROBE[:-2] + b"x-filler: " + b"a" * 5000])
-def test_headers_must_be_complete_in_time(sent: bytes) -> None:
+def test_slow_headers_close_the_connection(sent: bytes) -> None:
     async def main() -> None:
         async with house(app_of()) as opened:
             peer = await opened.connect(sent)
@@ -183,7 +182,7 @@ def test_headers_must_be_complete_in_time(sent: bytes) -> None:
     asyncio.run(main())
 
 
-def test_headers_of_a_later_request_must_be_complete_in_time() -> None:
+def test_slow_headers_of_a_later_request_close_the_connection() -> None:
     async def main() -> None:
         async with house(app_of()) as opened:
             reader, writer = await opened.connect(PROBE)
@@ -202,8 +201,8 @@ def test_headers_of_a_later_request_must_be_complete_in_time() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_takes_nothing_of_its_answer_is_left_alone_for_a_while_and_then_closed() -> None:
-    """Its request counts as long as its answer waits, so 264 of them locked everyone out."""
+def test_client_that_does_not_read_is_closed_after_the_stall_timeout() -> None:
+    """A request counts until its answer is sent; regression: 264 of them locked everyone out."""
     left = asyncio.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -240,8 +239,8 @@ def test_a_client_that_takes_nothing_of_its_answer_is_left_alone_for_a_while_and
     ("key", "statuses"),
     [(b"", [b"HTTP/1.1 401 Unauthorized\r\n"]), (b"key", [b"HTTP/1.1 100 \r\n", b"HTTP/1.1 200 OK\r\n"])],
 )
-def test_expect_100_continue(key: bytes, statuses: list[bytes]) -> None:
-    """Who asks before it sends is told to go on, or why not."""
+def test_expect_100_continue_is_answered(key: bytes, statuses: list[bytes]) -> None:
+    """A client that asks before it sends gets 100 Continue, or an error."""
 
     async def main() -> None:
         async with house(app_of(api_keys=("key",))) as opened:
@@ -256,7 +255,7 @@ def test_expect_100_continue(key: bytes, statuses: list[bytes]) -> None:
     asyncio.run(main())
 
 
-def test_who_still_sends_a_body_that_nobody_wants_gets_the_answer() -> None:
+def test_client_still_sending_a_refused_body_gets_the_answer() -> None:
     async def main() -> None:
         async with house(app_of(api_keys=("key",))) as opened:
             reader, writer = await opened.connect(
@@ -271,7 +270,7 @@ def test_who_still_sends_a_body_that_nobody_wants_gets_the_answer() -> None:
     asyncio.run(main())
 
 
-def test_a_half_open_body_keeps_no_server_from_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_body_does_not_block_shutdown(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         connections = Connections(9)
         with serve_command._bind(connections, "127.0.0.1", 0) as listener:
@@ -288,7 +287,7 @@ def test_a_half_open_body_keeps_no_server_from_its_end(capfd: pytest.CaptureFixt
     assert "Cancel" not in capfd.readouterr().err
 
 
-def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptor_limit_bounds_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(room_for_connections.__globals__["resource"], "setrlimit", lambda _, pair: limits.append(pair))
     for soft, hard, room, raised in (

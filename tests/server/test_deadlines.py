@@ -1,5 +1,4 @@
-"""What a server says while a request waits, and how one ends that waits or runs for too long: in every API, on a
-virtual clock."""
+"""Keep-alives of waiting requests, and time limits, in every API, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def waiting(seconds: float, text: str) -> list[Step]:
 
 
 async def parts_of(response: httpx.Response) -> list[tuple[float, str]]:
-    """What came of a stream, and when."""
+    """The parts of a stream, with their times."""
     clock = asyncio.get_running_loop().time
     return [(clock(), part) async for part in response.aiter_text()]
 
@@ -47,7 +46,7 @@ async def parts_of(response: httpx.Response) -> list[tuple[float, str]]:
 async def ask(
     text: TextPipeline, engine: ScriptedEngine, path: str, body: dict[str, Any], **app: Any
 ) -> tuple[httpx.Response, float, list[tuple[float, str]]]:
-    """The answer, the time of its headers, and the parts of its body with theirs."""
+    """The answer, the time of its headers, and the parts of its body with their times."""
     transport = InProcessTransport(create_app(engine, text, **app))
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client,
@@ -71,9 +70,9 @@ def num_terminal(path: str, parts: list[tuple[float, str]]) -> int:
 
 
 @IN_EVERY_API
-def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
-    """Nothing came until the first token, and proxies and clients gave up; and nothing between two that were far
-    apart."""
+def test_silent_stream_sends_keep_alives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    """Regression: without keep-alives, proxies and clients gave up before the first token, or between distant
+    tokens."""
     engine = ScriptedEngine([35.0, *said("well"), 15.0, *said(" then"), 3.0, ended()])
     response, began, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
     assert (response.status_code, began) == (200, STATUS_SECONDS)
@@ -86,7 +85,7 @@ def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: 
 
 
 @IN_EVERY_API
-def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+def test_active_stream_sends_no_keep_alives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*itertools.chain(*[waiting(9.0, "x")] * 5), ended()])
     _, began, parts = run(ask(pipeline, ScriptedEngine([0.5, *said("x"), ended()]), path, body | {"stream": True}))
     assert began == 0.5, "the headers come with the first event"
@@ -105,7 +104,7 @@ def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any
     ],
     ids=["context", "value", "closed"],
 )
-def test_what_the_engine_refuses_soon_has_its_status(
+def test_early_engine_refusal_determines_the_status(
     path: str, body: dict[str, Any], error: Exception, status: int, pipeline: TextPipeline
 ) -> None:
     response, _, parts = run(ask(pipeline, ScriptedEngine([STATUS_SECONDS / 2, error]), path, body | {"stream": True}))
@@ -114,7 +113,7 @@ def test_what_the_engine_refuses_soon_has_its_status(
 
 
 @IN_EVERY_API
-def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(
+def test_late_engine_refusal_is_one_event_with_the_clients_field(
     path: str, body: dict[str, Any], pipeline: TextPipeline
 ) -> None:
     error = ContextLengthError("prompt_ids", "9 tokens", "is too long")
@@ -133,7 +132,7 @@ def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(
 
 @IN_EVERY_API
 @pytest.mark.parametrize("seconds", [0.5, STATUS_SECONDS + 0.5, 25.0])
-def test_leaving_while_nothing_has_come_aborts_the_request(
+def test_disconnect_before_the_first_token_aborts_the_request(
     path: str, body: dict[str, Any], seconds: float, pipeline: TextPipeline
 ) -> None:
     async def main() -> None:
@@ -152,7 +151,7 @@ def test_leaving_while_nothing_has_come_aborts_the_request(
 
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waits_for_too_long_is_sent_away(
+def test_request_over_the_queue_limit_is_429(
     path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline
 ) -> None:
     engine = ScriptedEngine([1000.0, ended()])
@@ -168,7 +167,7 @@ def test_a_request_that_waits_for_too_long_is_sent_away(
 
 
 @IN_EVERY_API
-def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(
+def test_queue_limit_before_the_headers_determines_the_status(
     path: str, body: dict[str, Any], pipeline: TextPipeline
 ) -> None:
     limits = TimeLimits(queue_seconds=STATUS_SECONDS / 2)
@@ -178,7 +177,7 @@ def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(
 
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_runs_for_too_long_fails(
+def test_request_over_the_run_limit_is_504(
     path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline
 ) -> None:
     engine = ScriptedEngine([*itertools.chain(*[waiting(1.5, "x")] * 100), ended()])
@@ -193,8 +192,8 @@ def test_a_request_that_runs_for_too_long_fails(
     assert engine.aborted == [engine.submits[0].request_id]
 
 
-def test_choices_may_wait_for_each_other(pipeline: TextPipeline) -> None:
-    """A request has waited until its first token, whichever prompt it is of; but it ends as a whole."""
+def test_queue_limit_ends_with_the_first_token_of_any_choice(pipeline: TextPipeline) -> None:
+    """The queue limit ends with the first token of any prompt; the request limit applies to the whole request."""
     body = {"model": "scripted", "prompt": ["a", "b", "c"], "return_token_ids": True}
     scripts = [[seconds, *said("x"), ended()] for seconds in (1.0, 20.0, 40.0)]
     limits = TimeLimits(queue_seconds=10.0, request_seconds=60.0)
@@ -207,8 +206,8 @@ def test_choices_may_wait_for_each_other(pipeline: TextPipeline) -> None:
     assert (response.status_code, began, len(engine.aborted)) == (504, 30.0, 1)
 
 
-def test_a_client_that_reads_slowly_has_no_more_time_than_others(pipeline: TextPipeline) -> None:
-    """Events that are there already are no reason to go on."""
+def test_slow_reader_has_the_same_time_limit(pipeline: TextPipeline) -> None:
+    """Events that are buffered already don't extend the time limit."""
 
     async def main() -> None:
         engine = ScriptedEngine([*said(*"x" * 1000), ended()])
@@ -224,8 +223,8 @@ def test_a_client_that_reads_slowly_has_no_more_time_than_others(pipeline: TextP
     run(main())
 
 
-def test_the_clients_of_others_read_on_behind_signs_of_life(pipeline: TextPipeline) -> None:
-    """OpenAI's and Anthropic's own clients, of streams whose first token comes late."""
+def test_official_clients_ignore_keep_alives(pipeline: TextPipeline) -> None:
+    """OpenAI's and Anthropic's own clients read streams with a late first token."""
 
     async def main() -> None:
         app = create_app(ScriptedEngine([35.0, *said("well"), 15.0, *said(" then"), ended()]), pipeline)

@@ -1,4 +1,4 @@
-"""The door of a server: keys, how many may come in, and nobody new while it drains. Counted, not timed."""
+"""Admission: keys, the limit on requests, and draining. Based on counts, not on times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def client_of(door: Door) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=InProcessTransport(door), base_url="http://in-process", timeout=None)
 
 
-def test_every_generating_route_is_counted() -> None:
+def test_generating_paths_are_exactly_the_counted_ones() -> None:
     assert (
         {route.path for route in ROUTES if "events" in route.answers}
         <= GENERATING
@@ -35,7 +35,7 @@ def test_every_generating_route_is_counted() -> None:
     )
 
 
-def test_without_keys_nobody_is_asked() -> None:
+def test_without_configured_keys_requests_need_none() -> None:
     async def run() -> None:
         async with client_of(door_of(ScriptedEngine(), ServerConfig())) as client:
             assert (await client.get("/v1/models")).status_code == 200
@@ -58,7 +58,7 @@ def test_without_keys_nobody_is_asked() -> None:
         {"api-key": "first-key"},
     ],
 )
-def test_without_the_right_key(headers: dict[str, str]) -> None:
+def test_wrong_or_missing_key_is_401(headers: dict[str, str]) -> None:
     async def run() -> None:
         engine = ScriptedEngine()
         async with client_of(door_of(engine, KEYS)) as client:
@@ -97,7 +97,7 @@ def test_without_the_right_key(headers: dict[str, str]) -> None:
         {"x-api-key": "wrong", "authorization": "Bearer first-key"},
     ],
 )
-def test_with_a_right_key(headers: dict[str, str]) -> None:
+def test_valid_key_is_admitted(headers: dict[str, str]) -> None:
     async def run() -> None:
         async with client_of(door_of(ScriptedEngine(), KEYS)) as client:
             assert (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -107,7 +107,7 @@ def test_with_a_right_key(headers: dict[str, str]) -> None:
 
 
 async def opened(client: httpx.AsyncClient) -> tuple[httpx.Response, AsyncIterator[str]]:
-    """A stream whose first frame has come."""
+    """A stream whose first frame has arrived."""
     request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True})
     response = await client.send(request, stream=True)
     assert response.status_code == 200
@@ -116,7 +116,7 @@ async def opened(client: httpx.AsyncClient) -> tuple[httpx.Response, AsyncIterat
     return response, frames
 
 
-def test_more_than_may_run_and_wait_are_sent_away() -> None:
+def test_requests_over_the_limit_are_429() -> None:
     async def run() -> None:
         go_on = asyncio.Event()
         engine = ScriptedEngine([*said("first"), go_on, ended()])
@@ -137,7 +137,7 @@ def test_more_than_may_run_and_wait_are_sent_away() -> None:
                 "rate_limit_error",
                 "1",
             )
-            assert (await client.get("/health")).status_code == 200, "what asks for no tokens is never sent away"
+            assert (await client.get("/health")).status_code == 200, "requests without generation are never refused"
             assert (await client.post("/tokenize", json={})).status_code == 400
             assert len(engine.submits) == 3
             await streams[0][0].aclose()
@@ -153,7 +153,7 @@ def test_more_than_may_run_and_wait_are_sent_away() -> None:
     asyncio.run(run())
 
 
-def test_draining_waits_for_what_runs_and_takes_nobody_new() -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
     async def run() -> None:
         go_on = asyncio.Event()
         door = door_of(ScriptedEngine([*said("first"), go_on, ended()]), ServerConfig())
@@ -174,12 +174,12 @@ def test_draining_waits_for_what_runs_and_takes_nobody_new() -> None:
     asyncio.run(run())
 
 
-def test_an_idle_server_is_drained_at_once() -> None:
+def test_idle_server_drains_at_once() -> None:
     asyncio.run(door_of(ScriptedEngine(), ServerConfig()).drain())
 
 
 @pytest.mark.parametrize(("size", "status"), [(1000, 400), (1024, 400), (1025, 413), (5000, 413)])
-def test_the_limit_of_bodies(size: int, status: int) -> None:
+def test_body_over_the_size_limit_is_413(size: int, status: int) -> None:
     async def run() -> None:
         config = ServerConfig(max_body_mib=1 / 1024)
         async with client_of(door_of(ScriptedEngine(), config)) as client:

@@ -1,5 +1,4 @@
-"""What stands before every answer: one spelling of requests (HEAD, slashes at the end), probes, and other pages'
-access."""
+"""The outermost layers: normalized requests (HEAD, trailing slashes), probes, CORS, and host names."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ PREFLIGHT = {
 
 
 def served(text: TextPipeline | None, config: ServerConfig, engine: ScriptedEngine | None = None) -> Any:
-    """As `serve` puts it together."""
+    """Layered as in `serve`."""
     engine = engine or ScriptedEngine([*said("well"), ended()])
     return in_front_of(Door(create_app(engine, text, root_path=config.root_path), config, max_running=1), config)
 
@@ -65,14 +64,14 @@ def test_head_has_the_headers_of_get_and_no_body(path: str, pipeline: TextPipeli
         assert get.status_code == 200
 
 
-def test_a_head_of_what_is_only_posted_is_refused(pipeline: TextPipeline) -> None:
+def test_head_of_a_post_route_is_405(pipeline: TextPipeline) -> None:
     assert asked(served(pipeline, ServerConfig()), lambda client: client.head("/v1/completions")).status_code == 405
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/openapi.json", "/metrics"]
 )
-def test_slashes_at_the_end_change_nothing(path: str, pipeline: TextPipeline) -> None:
+def test_trailing_slashes_are_ignored(path: str, pipeline: TextPipeline) -> None:
     async def three(client: httpx.AsyncClient) -> list[tuple[int, bytes]]:
         return [
             (answer.status_code, answer.content) for answer in [await client.get(path + end) for end in ("", "/", "//")]
@@ -87,18 +86,16 @@ def test_slashes_at_the_end_change_nothing(path: str, pipeline: TextPipeline) ->
     ("path", "body"),
     [("/v1/completions/", COMPLETION), ("/v1/chat/completions/", CHAT), ("/tokenize/", {"prompt": "x"})],
 )
-def test_a_post_with_a_slash_at_its_end_is_answered_at_once(
-    path: str, body: dict[str, Any], pipeline: TextPipeline
-) -> None:
+def test_post_with_a_trailing_slash_is_not_redirected(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
     assert asked(served(pipeline, ServerConfig()), lambda client: client.post(path, json=body)).status_code == 200
 
 
-def test_errors_behind_a_slash_have_the_shape_of_their_api(pipeline: TextPipeline) -> None:
+def test_errors_with_a_trailing_slash_have_the_shape_of_their_api(pipeline: TextPipeline) -> None:
     answer = asked(served(pipeline, ServerConfig()), lambda client: client.post("/v1/messages/", json={}))
     assert (answer.status_code, answer.json()["type"]) == (400, "error")
 
 
-def test_a_slash_is_no_way_around_the_door(pipeline: TextPipeline) -> None:
+def test_trailing_slash_does_not_bypass_admission(pipeline: TextPipeline) -> None:
     config = ServerConfig(api_keys=("key",), max_queue=0)
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -118,8 +115,8 @@ def test_a_slash_is_no_way_around_the_door(pipeline: TextPipeline) -> None:
     asked(served(pipeline, config, ScriptedEngine([*said("well"), asyncio.Event()])), ask)
 
 
-def test_liveness_asks_only_whether_to_start_the_server_again(pipeline: TextPipeline) -> None:
-    """While it loads and drains the server is alive, and not ready."""
+def test_live_is_200_while_loading_and_draining(pipeline: TextPipeline) -> None:
+    """While it loads and while it drains, the server is alive but not ready."""
     engine = ScriptedEngine()
     door = Door(create_app(engine, pipeline), ServerConfig(), max_running=1)
     answer = asked(loading(ServerConfig()), lambda client: client.get("/live/"))
@@ -134,7 +131,7 @@ def test_liveness_asks_only_whether_to_start_the_server_again(pipeline: TextPipe
     asked(in_front_of(door, ServerConfig()), ask)
 
 
-def test_a_full_server_is_alive_and_not_ready(pipeline: TextPipeline) -> None:
+def test_full_server_is_live_but_not_ready(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True})
         running = await client.send(request, stream=True)
@@ -146,7 +143,7 @@ def test_a_full_server_is_alive_and_not_ready(pipeline: TextPipeline) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
-def test_probes(path: str, pipeline: TextPipeline) -> None:
+def test_probe_status_follows_the_engine_and_loading(path: str, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine()
     app = served(pipeline, ServerConfig(), engine)
     answer = asked(app, lambda client: client.get(path))
@@ -162,7 +159,7 @@ def test_probes(path: str, pipeline: TextPipeline) -> None:
     assert (head.status_code, head.headers["retry-after"], head.content) == (503, "2", b"")
 
 
-def test_without_origins_no_page_is_told_that_it_may_ask(pipeline: TextPipeline) -> None:
+def test_no_cors_headers_without_configured_origins(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         assert "access-control-allow-origin" not in (await client.get("/v1/models", headers={"origin": ORIGIN})).headers
         assert (await client.options("/v1/models", headers=PREFLIGHT)).status_code == 405
@@ -171,9 +168,9 @@ def test_without_origins_no_page_is_told_that_it_may_ask(pipeline: TextPipeline)
 
 
 @pytest.mark.parametrize(("origins", "told"), [(("*",), "*"), ((ORIGIN,), ORIGIN), (("http://a", ORIGIN), ORIGIN)])
-def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipeline: TextPipeline) -> None:
-    """A preflight has no key: a browser sends it by itself. What follows is told so whatever it is: an answer, a
-    stream, an error of any kind."""
+def test_configured_origin_gets_cors_headers(origins: tuple[str, ...], told: str, pipeline: TextPipeline) -> None:
+    """A browser sends preflights without a key. Every answer after that has CORS headers: a success, a stream, any
+    error."""
     config = ServerConfig(api_keys=("key",), cors_origins=origins)
     page, key = {"origin": ORIGIN}, {"authorization": "Bearer key"}
 
@@ -203,7 +200,7 @@ def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipelin
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, told)
 
 
-def test_other_origins_are_told_nothing(pipeline: TextPipeline) -> None:
+def test_other_origins_get_no_cors_headers(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         other = {"origin": "http://localhost:3001"}
         assert (await client.options("/v1/models", headers=PREFLIGHT | other)).status_code == 400
@@ -245,11 +242,10 @@ NAMED = ServerConfig(allowed_hosts=("Models.example",))
     ],
     ids=str,
 )
-def test_a_server_answers_to_its_own_names(
+def test_unknown_host_names_and_origins_are_refused(
     config: ServerConfig, headers: dict[str, str], refused: str | None, pipeline: TextPipeline
 ) -> None:
-    """A page whose name was made to resolve to this machine, or that posts here blindly, gets nothing done; from the
-    first second on."""
+    """From the start, a page with DNS rebinding, or one that posts blindly, has no effect."""
     engine = ScriptedEngine([*said("well"), ended()])
     answers = [
         asked(

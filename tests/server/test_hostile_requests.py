@@ -1,4 +1,4 @@
-"""Requests that once broke something: each is refused by name, or answered."""
+"""Regression tests: requests that once caused failures are refused with the field's name, or answered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def send(
         b"1" * 5000,
     ],
 )
-def test_a_body_that_is_no_text_is_no_json(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
+def test_non_utf8_body_is_400(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
     refused = send(connect, "POST", "/v1/chat/completions", content=content)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
     refused = send(connect, "POST", "/v1/messages", content=content)
@@ -63,7 +63,7 @@ def test_a_body_that_is_no_text_is_no_json(connect: Callable[..., httpx.AsyncCli
 
 
 @pytest.mark.parametrize("content", [b"[" * 102 + b"]" * 102, b'{"prompt": ' + b'{"a": [' * 60 + b"]}" * 60 + b"}"])
-def test_a_body_that_is_nested_too_deep_is_refused(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
+def test_too_deeply_nested_body_is_refused(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
     refused = send(connect, "POST", "/v1/completions", content=content)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
     assert "nested deeper than 100 levels" in refused.json()["error"]["message"]
@@ -101,7 +101,7 @@ def call_item(arguments: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
+def test_unreadable_values_are_refused_by_name(
     connect: Callable[..., httpx.AsyncClient], request_: tuple[str, dict[str, Any]], field: str
 ) -> None:
     refused = send(connect, "POST", *request_)
@@ -125,10 +125,10 @@ def test_what_cannot_be_read_is_refused_by_name(
     ],
     ids=lambda text: text[:12],
 )
-def test_a_history_may_hold_arguments_that_are_no_object(
+def test_history_with_non_object_arguments_is_accepted(
     connect: Callable[..., httpx.AsyncClient], arguments: str
 ) -> None:
-    """Models write such calls, and clients send them back: the prompt shows them as they are."""
+    """Models write such calls, and clients send them back: the prompt shows them unchanged."""
     path, body = chat_with_call(arguments)
     assert send(connect, "POST", path, body).status_code == 200
     path, body = items(call_item(arguments) | {"status": "incomplete"})
@@ -138,7 +138,7 @@ def test_a_history_may_hold_arguments_that_are_no_object(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/responses/input_tokens"])
-def test_what_only_looks_at_a_body_refuses_what_the_engine_would(
+def test_endpoints_without_generation_validate_like_the_engine(
     connect: Callable[..., httpx.AsyncClient], path: str
 ) -> None:
     body = {"model": MODEL, **({"input": "x"} if "responses" in path else {"messages": [USER]})}
@@ -149,10 +149,8 @@ def test_what_only_looks_at_a_body_refuses_what_the_engine_would(
 
 
 @pytest.mark.parametrize("name", ["seed", "min_tokens", "top_k"])
-def test_a_number_that_no_message_can_hold_is_out_of_range(
-    connect: Callable[..., httpx.AsyncClient], name: str
-) -> None:
-    """It must not come to the link between server and engine, which carries 64 bits."""
+def test_number_beyond_64_bits_is_out_of_range(connect: Callable[..., httpx.AsyncClient], name: str) -> None:
+    """It must not reach the link between server and engine, which carries 64 bits."""
     for path, prompt in (
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [USER]}),
@@ -162,8 +160,8 @@ def test_a_number_that_no_message_can_hold_is_out_of_range(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
-def test_many_nulls_are_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each conversion reads the whole body: one for each null would be a way to stop the server."""
+def test_many_nulls_are_removed_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each conversion reads the whole body: one conversion per null would allow a denial of service."""
     rounds = []
     convert = msgspec.convert
     monkeypatch.setattr(msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
@@ -177,14 +175,14 @@ def test_many_nulls_are_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(rounds) < 10
 
 
-def test_unknown_fields_of_many_elements_are_refused_after_some() -> None:
+def test_unknown_fields_in_many_elements_are_refused_after_a_limit() -> None:
     points = [{"offset": number, "kind": "user", "colour": "red"} for number in range(1000)]
     with pytest.raises(RequestError, match="colour") as refused:
         parse_completion({"model": "m", "prompt": "x", "breakpoints": points})
     assert refused.value.field == "breakpoints[63]"
 
 
-def test_a_long_list_is_not_read_again_for_each_unknown_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_list_bounds_the_number_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = []
     convert = msgspec.convert
     monkeypatch.setattr(msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
@@ -196,7 +194,7 @@ def test_a_long_list_is_not_read_again_for_each_unknown_field(monkeypatch: pytes
 
 
 class Compared(str):
-    """A text that counts how often one is compared with another."""
+    """A text that counts its comparisons."""
 
     num_compared = 0
     __hash__ = str.__hash__
@@ -206,8 +204,9 @@ class Compared(str):
         return str.__eq__(self, other)
 
 
-def test_many_unknown_fields_cost_as_much_as_they_are() -> None:
-    """Each used to be compared with all before it: 20,000 of them, 300 KB, stopped the server for three seconds."""
+def test_many_unknown_fields_cost_linear_time() -> None:
+    """Regression: each field was compared with all before it, so 20,000 of them, 300 KB, blocked the server for three
+    seconds."""
     names = [Compared(f"field{number}") for number in range(1000)]
     notes = Notes()
     for name in (*names, *names):
@@ -217,7 +216,7 @@ def test_many_unknown_fields_cost_as_much_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])
-def test_a_limit_of_strange_digits(connect: Callable[..., httpx.AsyncClient], limit: str) -> None:
+def test_malformed_limit_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], limit: str) -> None:
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine([*said("x"), ended()])) as client:
             made = (await client.post("/v1/responses", json={"model": MODEL, "input": "x"})).json()["id"]
@@ -245,7 +244,9 @@ TO_ITSELF = {"$ref": "#/properties/a"}
     ],
     ids=str,
 )
-def test_a_call_of_a_tool_with_an_odd_schema(connect: Callable[..., httpx.AsyncClient], schema: Any) -> None:
+def test_call_of_a_tool_with_an_unusual_schema_is_parsed(
+    connect: Callable[..., httpx.AsyncClient], schema: Any
+) -> None:
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
@@ -257,21 +258,22 @@ def test_a_call_of_a_tool_with_an_odd_schema(connect: Callable[..., httpx.AsyncC
     assert json.loads(call["function"]["arguments"])["a"] in (1, "1")
 
 
-def test_half_a_character_in_a_calls_json_is_replaced(connect: Callable[..., httpx.AsyncClient]) -> None:
+def test_lone_surrogate_in_a_calls_json_is_replaced(connect: Callable[..., httpx.AsyncClient]) -> None:
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array"}}}},
     }
-    says = '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud83d", "\\ud83d\\ude80"]\n</parameter>\n</function>\n</tool_call>'
+    says = (
+        '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud83d", "\\ud83d\\ude80"]\n</parameter>\n</function>\n'
+        "</tool_call>"
+    )
     answer = send(connect, "POST", *chat(tools=[tool]), says=says)
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"a": ["\ufffd", "\U0001f680"]}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_json_lacks_never_stand_in_arguments(
-    connect: Callable[..., httpx.AsyncClient], number: str
-) -> None:
+def test_arguments_never_contain_nan_or_infinity(connect: Callable[..., httpx.AsyncClient], number: str) -> None:
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
@@ -282,10 +284,10 @@ def test_numbers_that_json_lacks_never_stand_in_arguments(
     assert json.loads(call["function"]["arguments"], parse_constant=pytest.fail) == {"a": number}
 
 
-def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
+def test_prompts_are_built_one_at_a_time_even_after_disconnects(
     connect: Callable[..., httpx.AsyncClient], pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A builder is not thread-safe: two that overlap break what it remembers, for every request to come."""
+    """A builder is not thread-safe: two concurrent builds would corrupt its memory of turns for all later requests."""
     assert isinstance(pipeline.prompts, PromptBuilder)
     rng, build = random.Random(1), pipeline.prompts.build
     at_work, most, num_built = 0, 0, 0
@@ -321,18 +323,18 @@ def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
                 assert (await last).status_code == 200
         return num_built
 
-    assert asyncio.run(run()) == 40, "what was never begun for a client that left is not built"
+    assert asyncio.run(run()) == 40, "a prompt not yet started is not built after a disconnect"
     assert most == 1
 
 
 @pytest.mark.parametrize(("length", "status"), [(1024, 200), (1025, 400)])
-def test_a_stop_string_has_a_longest(connect: Callable[..., httpx.AsyncClient], length: int, status: int) -> None:
+def test_too_long_stop_string_is_refused(connect: Callable[..., httpx.AsyncClient], length: int, status: int) -> None:
     answer = send(connect, "POST", *chat(stop="s" * length))
     assert answer.status_code == status, answer.text
     assert status == 200 or answer.json()["error"]["param"] == "stop"
 
 
-def test_text_on_which_the_tokenizer_gives_up_is_refused(
+def test_text_that_the_tokenizer_fails_on_is_refused(
     connect: Callable[..., httpx.AsyncClient], pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})

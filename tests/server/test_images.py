@@ -1,4 +1,4 @@
-"""Images: refused by name, or words in their place where the server was told so."""
+"""Images: refused with the field's name, or replaced by a text if the server is configured so."""
 
 from __future__ import annotations
 
@@ -129,9 +129,7 @@ def post(connect: Connect, engine: ScriptedEngine, path: str, body: dict[str, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_images_are_refused_by_name_unless_they_are_dropped(
-    connect: Connect, pipeline: TextPipeline, name: str
-) -> None:
+def test_images_are_refused_or_replaced(connect: Connect, pipeline: TextPipeline, name: str) -> None:
     path, body, field = CASES[name]
     engine = ScriptedEngine()
     refused = post(connect, engine, path, body)
@@ -154,7 +152,7 @@ def test_images_are_refused_by_name_unless_they_are_dropped(
         ("/v1/responses/input_tokens", {"input": [user(text("x", "input_text"), ITEM)]}),
     ],
 )
-def test_what_only_counts_does_the_same(connect: Connect, path: str, body: dict[str, Any]) -> None:
+def test_token_counts_treat_images_the_same(connect: Connect, path: str, body: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     assert post(connect, engine, path, body).status_code == 400
     said = post(connect, engine, path, body, drops_images=True).json()
@@ -164,7 +162,7 @@ def test_what_only_counts_does_the_same(connect: Connect, path: str, body: dict[
 @pytest.mark.parametrize(
     "part", [{"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}], ids=lambda part: part["type"]
 )
-def test_audio_and_files_are_refused_either_way(connect: Connect, part: dict[str, Any]) -> None:
+def test_audio_and_files_are_always_refused(connect: Connect, part: dict[str, Any]) -> None:
     for settings in ({}, {"drops_images": True}):
         answer = post(connect, ScriptedEngine(), "/v1/chat/completions", {"messages": [user(part)]}, **settings)
         assert answer.json()["error"]["param"] == "messages[0].content[0].type"
@@ -181,10 +179,10 @@ def test_audio_and_files_are_refused_either_way(connect: Connect, part: dict[str
         {"input": "x"},
     ],
 )
-def test_what_has_no_images_stays_as_it_is(body: Any) -> None:
+def test_body_without_images_is_unchanged(body: Any) -> None:
     assert without_images(body) == body
 
 
-def test_a_mark_on_an_image_stays() -> None:
+def test_cache_control_of_an_image_is_kept() -> None:
     (message,) = without_images({"messages": [user(BLOCK)]})["messages"]
     assert message == user({"type": "text", "text": WORDS, "cache_control": {"type": "ephemeral"}})

@@ -1,4 +1,4 @@
-"""Bodies of more values than a server can walk over in passing are refused, before anything is made of them."""
+"""Bodies with too many values to process are refused before they are decoded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def walked(value: Any) -> Iterator[Any]:
             yield from walked(one)
 
 
-def test_texts_arrays_and_objects_are_counted_however_the_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     for trial in range(500):
         value = some_value(rng, 5)
@@ -67,7 +67,7 @@ def refusal(connect: Callable[..., httpx.AsyncClient], content: bytes) -> tuple[
 
 
 @pytest.mark.parametrize("part", ["[]", "{}", '"a"', '{"a":[]}'])
-def test_a_body_of_too_many_values_is_never_decoded(
+def test_body_with_too_many_values_is_not_decoded(
     connect: Callable[..., httpx.AsyncClient], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
@@ -77,12 +77,12 @@ def test_a_body_of_too_many_values_is_never_decoded(
     assert not decoded
 
 
-def test_many_numbers_are_as_bad(connect: Callable[..., httpx.AsyncClient]) -> None:
+def test_body_with_too_many_numbers_is_not_decoded(connect: Callable[..., httpx.AsyncClient]) -> None:
     status, message = refusal(connect, b'{"prompt": [' + b"1," * 2_000_001 + b"1]}")
     assert (status, message) == (413, "the body holds more than 2,000,000 values")
 
 
-def test_a_long_prompt_of_ids_and_a_long_text_are_read(connect: Callable[..., httpx.AsyncClient]) -> None:
+def test_long_id_prompt_and_long_text_are_accepted(connect: Callable[..., httpx.AsyncClient]) -> None:
     ids = ",".join(["123"] * 900_000)
     body = f'{{"model": "{INFO.model_id}", "prompt": [{ids}], "max_tokens": 1}}'
     assert refusal(connect, body.encode())[0] == 200

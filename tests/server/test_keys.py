@@ -1,4 +1,4 @@
-"""The file of keys: what may stand in it, reading it again, and the limits of a key."""
+"""The key file: its format, reloading, and the limits of a key."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def bearing(key: str) -> dict[str, str]:
 
 
 def found(keys: Keys, key: str) -> str | None:
-    """The name that a key is known by."""
+    """The tenant name of a key."""
     tenant = keys.tenant([(b"x-api-key", key.encode())])
     return None if tenant is None else tenant.name
 
 
 class Server:
-    """A door with keys from a file, over an engine that plays a script."""
+    """A Door with keys from a file, in front of a scripted engine."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Server:
         asyncio.run(run())
 
 
-def test_an_entry_has_a_name_a_hash_a_group_and_limits(tmp_path: Path) -> None:
+def test_entries_are_read_with_hash_group_and_limits(tmp_path: Path) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
     text = (
         entry("alice")
@@ -98,7 +98,7 @@ def test_an_entry_has_a_name_a_hash_a_group_and_limits(tmp_path: Path) -> None:
     alice, build_1, build_2, old, new, fleet = [submit.namespace for submit in engine.submits]
     assert build_1 == build_2, "keys of one group share prefixes"
     assert old == new, "and so do the keys of one entry"
-    assert len({alice, build_1, old, fleet}) == 4, "a group is no key of the same name"
+    assert len({alice, build_1, old, fleet}) == 4, "a group and a key of the same name are separate"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_entry_has_a_name_a_hash_a_group_and_limits(tmp_path: Path) -> None:
         (entry("bob", key="plain"), "bob.hash='(hidden)': is that of 'api-key:1', too"),
     ],
 )
-def test_a_wrong_file_is_refused_by_entry_field_and_value(text: str, words: str, tmp_path: Path) -> None:
+def test_invalid_key_file_error_names_entry_field_and_value(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -137,7 +137,7 @@ def test_a_wrong_file_is_refused_by_entry_field_and_value(text: str, words: str,
     assert "my-secret" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         Keys((), str(tmp_path / "none.toml"))
     (tmp_path / "latin.toml").write_bytes(b'[a]\ngroup = "\xe9"')
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         Keys((), str(tmp_path / "latin.toml"))
 
 
-def test_a_new_key_and_its_entry_fit_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_key_matches_the_hash_of_its_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["keys", "new", "alice"]) == 0
     shown = capsys.readouterr().out
     (tmp_path / "keys.toml").write_text(shown)
@@ -158,7 +158,7 @@ def test_a_new_key_and_its_entry_fit_together(tmp_path: Path, capsys: pytest.Cap
     assert "name='a/b': must be 1 to 64 letters" in capsys.readouterr().err
 
 
-def test_keys_change_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_reloaded_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     go_on = asyncio.Event()
     server = Server(tmp_path, entry("alice") + entry("bob"), ScriptedEngine([*said("first"), go_on, ended()]))
 
@@ -183,7 +183,7 @@ def test_keys_change_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
         server.keys.reload()
         assert await status("new") == 200
         go_on.set()
-        assert "[DONE]" in "".join([text async for text in frames]), "what runs for a removed key may end"
+        assert "[DONE]" in "".join([text async for text in frames]), "running requests of a removed key may finish"
 
     with caplog.at_level(logging.ERROR, "agentspec"):
         server.ask(ask)
@@ -191,7 +191,7 @@ def test_keys_change_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
 
 
 async def opened(client: httpx.AsyncClient, key: str) -> tuple[httpx.Response, AsyncIterator[str]]:
-    """A stream whose first frame has come."""
+    """A stream whose first frame has arrived."""
     request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True}, headers=bearing(key))
     response = await client.send(request, stream=True)
     assert response.status_code == 200
@@ -201,12 +201,12 @@ async def opened(client: httpx.AsyncClient, key: str) -> tuple[httpx.Response, A
 
 
 async def settle() -> None:
-    """Let every callback that is due run."""
+    """Run all callbacks that are due."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-def test_what_is_over_max_running_waits_and_what_is_over_max_queue_is_sent_away(tmp_path: Path) -> None:
+def test_requests_over_max_running_wait_and_over_max_queue_are_429(tmp_path: Path) -> None:
     go_on = asyncio.Event()
     engine = ScriptedEngine([*said("first"), go_on, ended()])
     server = Server(tmp_path, entry("alice", "max-running = 2", "max-queue = 2") + entry("bob"), engine)
@@ -229,15 +229,15 @@ def test_what_is_over_max_running_waits_and_what_is_over_max_queue_is_sent_away(
             assert "max-running=2, max-queue=2" in refused.json()["error"]["message"]
         assert (await client.get("/v1/models", headers=bearing("alice"))).status_code == 200
         streams.append(await opened(client, "bob"))
-        assert len(engine.submits) == 3, "others notice nothing"
+        assert len(engine.submits) == 3, "other keys are not affected"
         waiting[0].cancel()
         await settle()
         waiting.append(asyncio.create_task(opened(client, "alice")))
         await settle()
-        assert len(engine.submits) == 3, "who leaves makes room in the queue"
+        assert len(engine.submits) == 3, "a disconnect frees a place in the queue"
         await streams[0][0].aclose()
         streams.append(await waiting[1])
-        assert len(engine.submits) == 4, "an answer that its client left makes room, and who asked first has it"
+        assert len(engine.submits) == 4, "a disconnect frees a place, and the oldest waiting request gets it"
         assert not waiting[2].done()
         go_on.set()
         streams.append(await waiting[2])
@@ -249,8 +249,8 @@ def test_what_is_over_max_running_waits_and_what_is_over_max_queue_is_sent_away(
     assert server.keys.tenants["alice"].num_refused == 2
 
 
-def test_prompts_and_choices_of_one_request_count_one_by_one(tmp_path: Path) -> None:
-    """Otherwise one request of 2,048 prompts would be one."""
+def test_prompts_and_choices_count_separately_against_key_limits(tmp_path: Path) -> None:
+    """Otherwise a request with 2,048 prompts would count as one."""
     engine = ScriptedEngine([*said("x"), ended()])
     server = Server(
         tmp_path, entry("alice", "max-running = 2") + entry("bob", "max-running = 2", "max-queue = 3"), engine
@@ -271,8 +271,8 @@ def test_prompts_and_choices_of_one_request_count_one_by_one(tmp_path: Path) -> 
     )
 
 
-def test_a_key_leaves_places_to_the_others(tmp_path: Path) -> None:
-    """Eight places: a key that takes all it can get doesn't lock the others out."""
+def test_key_can_not_take_all_places(tmp_path: Path) -> None:
+    """Eight places: a key that takes as many as it can doesn't lock out the others."""
     go_on = asyncio.Event()
     engine = ScriptedEngine([*said("first"), go_on, ended()])
     server = Server(tmp_path, "".join(map(entry, ("alice", "bob", "carol"))), engine, max_queue=0)
@@ -295,7 +295,7 @@ def test_a_key_leaves_places_to_the_others(tmp_path: Path) -> None:
     server.ask(ask)
 
 
-def test_tokens_over_the_limit_are_made_up_for(tmp_path: Path) -> None:
+def test_excess_tokens_delay_later_requests(tmp_path: Path) -> None:
     now = 1000.0
     engine = ScriptedEngine([*said("x" * 88), ended()])
     server = Server(tmp_path, entry("alice", "tokens-per-minute = 60") + entry("bob"), engine, lambda: now)
@@ -307,7 +307,7 @@ def test_tokens_over_the_limit_are_made_up_for(tmp_path: Path) -> None:
             return await client.post("/v1/completions", json=COMPLETION, headers=bearing(key))
 
         now += 3600
-        assert (await asked()).status_code == 200, "2 and 88 tokens: 30 too many"
+        assert (await asked()).status_code == 200, "2 + 88 tokens: 30 over the limit"
         refused = await asked()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "31")
         assert "tokens-per-minute=60" in refused.json()["error"]["message"]
@@ -319,15 +319,15 @@ def test_tokens_over_the_limit_are_made_up_for(tmp_path: Path) -> None:
         assert (await asked()).status_code == 200
         assert (await asked()).headers["retry-after"] == "90"
         server.keys.reload()
-        assert (await asked()).headers["retry-after"] == "90", "reading the file again forgives nothing"
+        assert (await asked()).headers["retry-after"] == "90", "reloading the file keeps the excess"
         server.file.write_text(entry("alice", "tokens-per-minute = 600") + entry("bob"))
         server.keys.reload()
-        assert (await asked()).status_code == 200, "a new limit begins anew"
+        assert (await asked()).status_code == 200, "a new limit resets the count"
 
     server.ask(ask)
 
 
-def test_a_new_max_running_counts_from_now_on(tmp_path: Path) -> None:
+def test_changed_max_running_applies_to_new_requests(tmp_path: Path) -> None:
     go_on = asyncio.Event()
     engine = ScriptedEngine([*said("first"), go_on, ended()])
     server = Server(tmp_path, entry("alice", "max-running = 1", "max-queue = 0"), engine)
@@ -345,7 +345,7 @@ def test_a_new_max_running_counts_from_now_on(tmp_path: Path) -> None:
     server.ask(ask)
 
 
-def test_figures_by_key(tmp_path: Path) -> None:
+def test_metrics_have_counters_per_key(tmp_path: Path) -> None:
     server = Server(tmp_path, entry("alice") + entry("bob", "max-running = 1", "tokens-per-minute = 1"))
 
     async def ask(client: httpx.AsyncClient) -> None:

@@ -1,5 +1,5 @@
-"""Numbers beyond what a message to the engine can hold, in every field that takes a number: refused by name, clamped,
-or without a say."""
+"""Numbers too large for a message to the engine, in every numeric field: refused with the field's name, clamped, or
+without effect."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ REFUSED: list[tuple[tuple[str, ...], str, Make]] = [
     *((MESSAGES[:1], name, plain(name)) for name in ("temperature", "top_p", "top_k")),
     (("/detokenize",), "tokens[1]", lambda number: {"tokens": [1, number]}),
 ]
-"""By path: the field that the refusal names, and what brings a number there."""
+"""By path: the field named by the refusal, and a body with the number there."""
 
 LIMITS: list[tuple[tuple[str, ...], str]] = [
     (OPENAIS, "max_tokens"),
@@ -97,7 +97,7 @@ LIMITS: list[tuple[tuple[str, ...], str]] = [
     (RESPONSES, "max_output_tokens"),
     (MESSAGES[:1], "max_tokens"),
 ]
-"""Clamped to the context where they are more, and refused where they are less than nothing."""
+"""Clamped to the context if too large, refused if negative."""
 
 AIMS: list[tuple[tuple[str, ...], Make]] = [
     (MESSAGES, lambda number: {"thinking": {"type": "enabled", "budget_tokens": number}}),
@@ -129,7 +129,7 @@ AIMS: list[tuple[tuple[str, ...], Make]] = [
     (OPENAIS, lambda number: {"guided_json": {"type": "string", "minLength": 0, "maxLength": abs(number)}}),
     (OPENAIS, lambda number: {"guided_json": {"type": "array", "maxItems": abs(number), "items": {"type": "null"}}}),
 ]
-"""Aims, bounds and values of others: taken, or refused by a name."""
+"""Limits and values of other kinds: accepted, or refused with the field's name."""
 
 
 SPEC = ModelSpec(
@@ -146,7 +146,7 @@ SPEC = ModelSpec(
 
 
 class LinkedEngine(ScriptedEngine):
-    """As far from the server as a process: what it is asked for must fit into a message, and is checked behind it."""
+    """As strict as an engine process: a submit must fit into a message, and is validated."""
 
     async def stream(self, submit: Submit) -> AsyncGenerator[Event, None]:
         _framed(submit, self.info)
@@ -189,7 +189,9 @@ def message_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize(("path", "field", "make"), cases(REFUSED))
-def test_it_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], path: str, field: str, make: Make) -> None:
+def test_large_number_is_refused_by_name(
+    connect: Callable[..., httpx.AsyncClient], path: str, field: str, make: Make
+) -> None:
     streams = (
         (False, True) if path.count("/") < 4 and path.startswith("/v1") and "input_tokens" not in path else (False,)
     )
@@ -201,7 +203,7 @@ def test_it_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], path: 
 
 
 @pytest.mark.parametrize(("path", "name"), cases(LIMITS))
-def test_limits_are_clamped(connect: Callable[..., httpx.AsyncClient], path: str, name: str) -> None:
+def test_large_limits_are_clamped(connect: Callable[..., httpx.AsyncClient], path: str, name: str) -> None:
     for number, answer in zip(LARGE, post(connect, path, *({name: number} for number in LARGE)), strict=True):
         assert answer.status_code == (200 if number > 0 else 400), answer.text
         if number < 0:
@@ -211,7 +213,9 @@ def test_limits_are_clamped(connect: Callable[..., httpx.AsyncClient], path: str
 
 
 @pytest.mark.parametrize(("path", "make"), cases(AIMS))
-def test_others_are_taken_or_named(connect: Callable[..., httpx.AsyncClient], path: str, make: Make) -> None:
+def test_other_large_numbers_are_accepted_or_refused_by_name(
+    connect: Callable[..., httpx.AsyncClient], path: str, make: Make
+) -> None:
     for answer in post(connect, path, *map(make, LARGE)):
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:

@@ -1,4 +1,4 @@
-"""Requests that end with their engine, in each API: 503 before the first token, one terminal event behind it."""
+"""Requests that end with their engine, in each API: 503 before the first token, one terminal event after it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def post(connect: Connect, engine: ScriptedEngine, path: str, **fields: Any) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", APIS)
-def test_a_request_killed_with_its_engine_before_its_first_token_gets_503(
-    connect: Connect, path: str, stream: bool
-) -> None:
+def test_engine_loss_before_the_first_token_is_503(connect: Connect, path: str, stream: bool) -> None:
     answer = post(connect, ScriptedEngine([LOST]), path, stream=stream)
     error = answer.json()["error"]
     assert (answer.status_code, error["message"]) == (503, WHY)
@@ -50,7 +48,7 @@ def test_a_request_killed_with_its_engine_before_its_first_token_gets_503(
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_stream_that_has_begun_ends_with_its_error(connect: Connect, path: str) -> None:
+def test_engine_loss_ends_a_running_stream_with_an_error(connect: Connect, path: str) -> None:
     answer = post(connect, ScriptedEngine([*said("a", "b"), LOST]), path, stream=True)
     assert answer.status_code == 200
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -59,7 +57,7 @@ def test_a_stream_that_has_begun_ends_with_its_error(connect: Connect, path: str
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_request_that_failed_for_itself_gets_500(connect: Connect, path: str) -> None:
+def test_failure_of_a_single_request_is_500(connect: Connect, path: str) -> None:
     assert (
         post(connect, ScriptedEngine([ended(FinishReason.ERROR, error="the grammar failed")]), path).status_code == 500
     )

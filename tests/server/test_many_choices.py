@@ -1,4 +1,4 @@
-"""Prompts and choices of one request count as so many requests (finding 5 of issue 18)."""
+"""Prompts and choices of one request count as separate requests (finding 5 of issue 18)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ Connect = Callable[..., httpx.AsyncClient]
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 6}),
     ],
 )
-def test_a_request_of_more_than_may_run_and_wait_is_refused_whole(
-    connect: Connect, path: str, body: dict[str, object]
-) -> None:
+def test_request_with_more_choices_than_places_is_refused(connect: Connect, path: str, body: dict[str, object]) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         async with connect(engine, max_open=5) as client:
@@ -35,7 +33,7 @@ def test_a_request_of_more_than_may_run_and_wait_is_refused_whole(
     asyncio.run(main())
 
 
-def test_prompts_count_one_by_one_while_they_run_or_wait(connect: Connect) -> None:
+def test_each_prompt_occupies_a_place_while_it_runs_or_waits(connect: Connect) -> None:
     async def main() -> None:
         go_on = asyncio.Event()
         engine = ScriptedEngine([go_on, *said("a"), ended()])
@@ -52,6 +50,6 @@ def test_prompts_count_one_by_one_while_they_run_or_wait(connect: Connect) -> No
             assert "5 prompts and choices run or wait here" in refused.json()["error"]["message"]
             go_on.set()
             assert [(await answer).status_code for answer in (many, one)] == [200, 200]
-            assert (await client.post("/v1/completions", json=body)).status_code == 200, "all of them are given back"
+            assert (await client.post("/v1/completions", json=body)).status_code == 200, "all places are released"
 
     asyncio.run(main())

@@ -28,7 +28,10 @@ TOOL: dict[str, Any] = {
     "name": "look",
     "input_schema": {"type": "object", "properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}},
 }
-CALL = "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
+CALL = (
+    "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 THINKING = {"thinking": {"type": "adaptive"}}
 ORDER = {
     None: {"message_start"},
@@ -51,7 +54,7 @@ def post(
 
 
 def told(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream; each has its name twice."""
+    """The events of a stream; each has its name in two places."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     *frames, rest = response.text.split("\n\n")
@@ -65,7 +68,7 @@ def told(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message as a client puts it together, while it checks the order of events."""
+    """The message as a client assembles it, with checks on the order of events."""
     before: str | None = None
     texts: list[dict[str, Any]] = []
     message = dict(events[0]["message"])
@@ -97,12 +100,12 @@ def split(text: str, rng: random.Random) -> list[str]:
 
 
 def same(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from request to request."""
+    """Without the fields that differ from request to request."""
     content = [block | ({"id": "call"} if "id" in block else {}) for block in answer["content"]]
     return {**answer, "id": "msg", "content": content}
 
 
-def test_a_whole_message(connect: Connect) -> None:
+def test_whole_message_has_the_documented_shape(connect: Connect) -> None:
     answer = post(connect, ScriptedEngine([*said("Hel", "lo"), ended(text="!")]), BODY).json()
     assert answer.pop("id").startswith("msg_")
     assert answer.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 4
@@ -124,7 +127,7 @@ def test_a_whole_message(connect: Connect) -> None:
     }
 
 
-def test_an_answer_goes_on_from_the_last_message(connect: Connect, pipeline: TextPipeline) -> None:
+def test_answer_continues_the_last_assistant_message(connect: Connect, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said('"a": 1}'), ended()])
     answer = post(
         connect, engine, {**BODY, "messages": [*BODY["messages"], {"role": "assistant", "content": "{"}]}
@@ -133,7 +136,7 @@ def test_an_answer_goes_on_from_the_last_message(connect: Connect, pipeline: Tex
     assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\n{")
 
 
-def test_a_think_block_that_the_client_opened_is_its_own_wish(connect: Connect) -> None:
+def test_think_block_opened_by_the_client_is_continued(connect: Connect) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "content": "<think>\nHm"}]
     answer = post(
         connect,
@@ -146,7 +149,7 @@ def test_a_think_block_that_the_client_opened_is_its_own_wish(connect: Connect) 
     ]
 
 
-def test_a_stream_of_text(connect: Connect) -> None:
+def test_text_stream_has_the_documented_events(connect: Connect) -> None:
     events = told(post(connect, ScriptedEngine([*said("Hel", "lo"), ended()]), {**BODY, "stream": True}))
     assert [event["type"] for event in events] == [
         "message_start",
@@ -170,7 +173,7 @@ def test_a_stream_of_text(connect: Connect) -> None:
 @pytest.mark.parametrize(
     "output", [f"Think.\n</think>\n\nLooking.\n{CALL}\n{CALL}", f"Hm.\n</think>\n\n{CALL}Done?", "Only thought", CALL]
 )
-def test_whole_and_streamed_are_the_same_whatever_the_chunking(connect: Connect, output: str, seed: int) -> None:
+def test_whole_and_streamed_messages_agree_for_any_chunking(connect: Connect, output: str, seed: int) -> None:
     rng = random.Random(seed)
     script = [*said(*split(output, rng)), ended()]
     body = {**BODY, **THINKING, "tools": [TOOL]}
@@ -178,13 +181,13 @@ def test_whole_and_streamed_are_the_same_whatever_the_chunking(connect: Connect,
     streamed = same(assembled(told(post(connect, ScriptedEngine(script), {**body, "stream": True}))))
     assert streamed == whole, f"seed {seed}"
     again = same(post(connect, ScriptedEngine([*said(output), ended()]), body).json())
-    details = "output_tokens_details"  # scripted ids don't spell their text
+    details = "output_tokens_details"  # scripted ids don't match the text
     assert whole | {"usage": whole["usage"] | {details: None}} == again | {"usage": again["usage"] | {details: None}}, (
         f"seed {seed}"
     )
 
 
-def test_thinking_text_and_calls_are_blocks(connect: Connect) -> None:
+def test_thinking_text_and_calls_become_blocks(connect: Connect) -> None:
     script = [*said(f"I look.\n</think>\n\nLooking.\n{CALL}\n{CALL}"), ended()]
     answer = post(connect, ScriptedEngine(script), {**BODY, **THINKING, "tools": [TOOL]}).json()
     thinking, words, first, second = answer["content"]
@@ -223,14 +226,16 @@ def test_omitted_thinking_keeps_its_signature(connect: Connect, stream: bool) ->
         (ended(FinishReason.LENGTH, stop_match=None), True, "max_tokens", None),
     ],
 )
-def test_stop_reasons(connect: Connect, end: Event, tools: bool, reason: str, sequence: str | None) -> None:
+def test_stop_reason_follows_the_ending(
+    connect: Connect, end: Event, tools: bool, reason: str, sequence: str | None
+) -> None:
     script = [*said(CALL if tools else "Hello"), end]
     answer = post(connect, ScriptedEngine(script), {**BODY, "tools": [TOOL]}).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
-def test_a_call_that_the_limit_cut(connect: Connect) -> None:
-    """The stream shows it as far as it came; a whole message has no half JSON."""
+def test_call_cut_by_the_limit_has_no_input_when_whole(connect: Connect) -> None:
+    """The stream shows the cut JSON; a whole message has no incomplete JSON."""
     script = [*said(CALL[:70]), ended(FinishReason.LENGTH, stop_match=None)]
     body = {**BODY, "tools": [TOOL]}
     answer = post(connect, ScriptedEngine(script), body).json()
@@ -243,7 +248,7 @@ def test_a_call_that_the_limit_cut(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_without_anything(connect: Connect, stream: bool) -> None:
+def test_empty_answer_has_no_blocks(connect: Connect, stream: bool) -> None:
     response = post(
         connect,
         ScriptedEngine([ended(FinishReason.LENGTH, stop_match=None)]),
@@ -253,7 +258,7 @@ def test_an_answer_without_anything(connect: Connect, stream: bool) -> None:
     assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
 
 
-def test_the_submit_carries_session_salt_and_marks(connect: Connect) -> None:
+def test_submit_has_session_salt_and_marks(connect: Connect) -> None:
     engine = ScriptedEngine()
     content = [
         {"type": "text", "text": "a document", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
@@ -276,7 +281,7 @@ def test_the_submit_carries_session_salt_and_marks(connect: Connect) -> None:
     assert [point.kind for point in submit.breakpoints][-2:] == [CheckpointKind.BRANCH, CheckpointKind.USER]
 
 
-def test_counting_agrees_with_the_prompt(connect: Connect) -> None:
+def test_count_equals_the_prompt_length(connect: Connect) -> None:
     engine = ScriptedEngine()
     body = {**BODY, "system": "Be brief.", "tools": [TOOL]}
     post(connect, engine, body)
@@ -297,7 +302,7 @@ def test_counting_agrees_with_the_prompt(connect: Connect) -> None:
         (0, 63, (200, 0, 0)),
     ],
 )
-def test_the_counts_of_input_add_up(cached: int, marked_end: int, counts: tuple[int, int, int]) -> None:
+def test_input_counts_sum_to_the_prompt(cached: int, marked_end: int, counts: tuple[int, int, int]) -> None:
     body = usage_body(
         Usage(prompt_tokens=200, completion_tokens=3, cached_tokens=cached), marked_end=marked_end, thinking_tokens=1
     )
@@ -329,7 +334,7 @@ def test_the_counts_of_input_add_up(cached: int, marked_end: int, counts: tuple[
         (ValueError("a bug"), 500, "api_error", "internal error"),
     ],
 )
-def test_errors_before_the_first_event_choose_the_status(
+def test_errors_before_the_first_event_determine_the_status(
     connect: Connect,
     caplog: pytest.LogCaptureFixture,
     stream: bool,
@@ -356,9 +361,7 @@ def test_errors_before_the_first_event_choose_the_status(
         [],
     ],
 )
-def test_an_error_half_way_is_the_last_event(
-    connect: Connect, caplog: pytest.LogCaptureFixture, rest: list[Any]
-) -> None:
+def test_late_error_is_the_last_event(connect: Connect, caplog: pytest.LogCaptureFixture, rest: list[Any]) -> None:
     caplog.set_level(logging.CRITICAL)
     events = told(post(connect, ScriptedEngine([*said("Hel"), *rest]), {**BODY, "stream": True}))
     assert [event["type"] for event in events][-1] == "error"
@@ -368,7 +371,7 @@ def test_an_error_half_way_is_the_last_event(
     assert "late" not in json.dumps(events)
 
 
-def test_errors_of_the_path_have_anthropics_shape(connect: Connect) -> None:
+def test_errors_of_this_path_have_anthropics_shape(connect: Connect) -> None:
     async def run() -> None:
         async with connect(ScriptedEngine()) as client:
             requests: list[tuple[str, str, bytes, int, str]] = [
@@ -407,7 +410,7 @@ def test_error_types_follow_the_status(status: int, kind: str) -> None:
     assert set(error.body("/v1/responses")["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_checkpoint_without_a_template_is_told_so(connect: Connect) -> None:
+def test_checkpoint_without_a_tokenizer_is_refused(connect: Connect) -> None:
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine(), pipeline=None) as client:
             return await client.post("/v1/messages", json=BODY)

@@ -1,5 +1,5 @@
-"""/v1/messages on real engines: Anthropic's own client runs tool loops on the bundled model, and marks are where later
-prompts hit."""
+"""/v1/messages on real engines: Anthropic's own client runs tool loops on the bundled model, and cache marks are where
+later prompts hit the cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def ask(opened: Any, messages: list[Any], *, stream: bool, **extra: Any) -
 
 
 def returned(answer: Any, *, with_thinking: bool) -> list[dict[str, Any]]:
-    """The answer as the next request carries it, and the results of its calls."""
+    """The answer as the next request contains it, and the results of its calls."""
     blocks = [block.to_dict() for block in answer.content if with_thinking or block.type != "thinking"]
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": ORDER}
@@ -63,8 +63,8 @@ def returned(answer: Any, *, with_thinking: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("display", ["shown", "dropped", "omitted"])
-def test_a_tool_loop(stream: bool, display: str) -> None:
-    """Two turns; what comes back is known whether the client sends its thinking, drops it, or never saw it."""
+def test_sdk_runs_a_tool_loop(stream: bool, display: str) -> None:
+    """Two turns. The returned turn is recognized whether the client sends its thinking, drops it, or never saw it."""
 
     async def run() -> None:
         thinking = (
@@ -93,7 +93,7 @@ def test_a_tool_loop(stream: bool, display: str) -> None:
     asyncio.run(run())
 
 
-def test_thinking_switched_off_counting_and_errors() -> None:
+def test_sdk_disabled_thinking_counting_and_errors() -> None:
     async def run() -> None:
         async with client() as opened:
             asked = await ask(opened, [QUESTION], stream=False, tools=TOOLS, thinking={"type": "disabled"})
@@ -122,8 +122,8 @@ def test_thinking_switched_off_counting_and_errors() -> None:
 
 
 def claude_code(**extra: Any) -> dict[str, Any]:
-    """The body that Claude Code sends, as far as it is not the conversation. top_k holds the answer still, which Claude
-    Code does not ask for."""
+    """Claude Code's body, except for the conversation. top_k makes the answer deterministic; Claude Code doesn't send
+    it."""
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 2000,
@@ -143,8 +143,7 @@ def claude_code(**extra: Any) -> dict[str, Any]:
 
 
 def remembered(messages: list[Any]) -> list[Any]:
-    """As agents send a history back: with the last message marked, and fields in the blocks that were none of the
-    answer's."""
+    """As agents send a history back: with the last message marked, and with extra fields in the blocks."""
     copied = json.loads(json.dumps(messages))
     for message in copied:
         for block in message["content"]:
@@ -156,7 +155,7 @@ def remembered(messages: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_loop_as_claude_code_runs_it(stream: bool) -> None:
+def test_claude_code_tool_loop(stream: bool) -> None:
     async def ask_beta(opened: Any, messages: list[Any], **extra: Any) -> Any:
         if not stream:
             return await opened.beta.messages.create(messages=messages, **claude_code(**extra))
@@ -240,7 +239,7 @@ def text(*words: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": word} for word in words]}
 
 
-# Each: a body with one mark, and a body that parts from it right behind the mark.
+# Each: a body with one mark, and a body that differs from it directly after the mark.
 PARTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inside a question": (
         {"messages": marked([text(DOCUMENT, ASKS)], 0, 0)},
@@ -323,12 +322,12 @@ PARTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 FOUND_ANYWAY = ("behind a question", "behind the last result", "automatically")
-"""Where the template's own breakpoints, or the prompt's end, leave a checkpoint without a mark."""
+"""Places with a checkpoint even without a mark: the template's own breakpoints, or the prompt's end."""
 
 
 @pytest.mark.parametrize("name", PARTING)
-def test_what_parts_behind_a_mark_hits_there(name: str, tmp_path: Path) -> None:
-    """Twice, since to use a checkpoint must not spend it. Without the mark the second request finds less, or
+def test_prompt_diverging_after_a_mark_hits_the_cache_at_the_mark(name: str, tmp_path: Path) -> None:
+    """Twice, since using a checkpoint must not consume it. Without the mark the second request finds less, or
     nothing."""
     first, second = PARTING[name]
 

@@ -1,5 +1,5 @@
-"""Tools that a body of /v1/messages defers: shown where a search's result names them, so that the prompt before that
-stays as it was."""
+"""Deferred tools of /v1/messages: shown where a search result names them, so that the prompt before it stays the
+same."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ ASKED: list[dict[str, Any]] = [
     {"role": "user", "content": "Look."},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "find", "input": {}}]},
 ]
-LOOK_SHOWN = '<function>{"description": "Läsé.", "name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}</function>'
+LOOK_SHOWN = (
+    '<function>{"description": "Läsé.", "name": "look", '
+    '"parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}</function>'
+)
 PLAIN_SHOWN = '<function>{"name": "plain", "parameters": {"type": "object"}}</function>'
 
 
 def turn(
     tools: list[dict[str, Any]], *parts: dict[str, Any] | str, notes: Notes | None = None, **extra: Any
 ) -> TurnRequest:
-    """The turn behind a result with these parts; texts are names of tools."""
+    """The turn after a result with these parts; strings are names of tools."""
     found = [{"type": "tool_reference", "tool_name": part} if isinstance(part, str) else part for part in parts]
     messages = (
         [*ASKED, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]}]
@@ -54,7 +57,7 @@ def shown(asked: TurnRequest) -> list[str]:
     return [tool["function"]["name"] for tool in shown_tools(asked)]
 
 
-def test_a_tool_is_shown_where_a_result_names_it() -> None:
+def test_deferred_tool_is_shown_where_a_result_names_it() -> None:
     notes = Notes(strict=True)
     tools = [FIND, {**LOOK, **DEFER}, {**PLAIN, **DEFER}]
     assert shown(turn(tools, notes=notes)) == ["find"]
@@ -71,20 +74,22 @@ def test_a_tool_is_shown_where_a_result_names_it() -> None:
     assert both.marked == [MessageMark(2)]
 
 
-def test_every_tool_can_be_called_and_demanded_ones_must_be_known() -> None:
+def test_required_calls_exclude_tools_not_yet_shown() -> None:
     tools = [FIND, {**LOOK, **DEFER}, {**PLAIN, **DEFER}]
-    assert turn(tools).callable_names is None, "a call of what wasn't shown is the client's to answer"
+    assert turn(tools).callable_names is None, "calls of tools not yet shown are left to the client"
     assert turn(tools, "look", tool_choice={"type": "any"}).callable_names == frozenset({"find", "look"})
     assert turn([FIND, LOOK], tool_choice={"type": "any"}).callable_names is None
     assert turn(tools, tool_choice={"type": "tool", "name": "plain"}).demand.name == "plain"
 
 
-def test_where_nobody_could_find_them_tools_are_shown_at_once() -> None:
+def test_deferred_tools_are_shown_at_once_without_a_search_tool() -> None:
     assert shown(turn([{**LOOK, **DEFER}, {**PLAIN, **DEFER}])) == ["look", "plain"]
-    assert shown(turn([HOSTED, FIND, {**LOOK, **DEFER}])) == ["find", "look"], "Anthropic's search is not here"
+    assert shown(turn([HOSTED, FIND, {**LOOK, **DEFER}])) == ["find", "look"], (
+        "Anthropic's search tool isn't available here"
+    )
 
 
-def test_a_name_that_no_tool_has_is_left_out() -> None:
+def test_reference_to_an_unknown_tool_is_left_out() -> None:
     notes = Notes()
     assert (
         turn([FIND, {**LOOK, **DEFER}], "gone", "look", notes=notes)
@@ -97,13 +102,13 @@ def test_a_name_that_no_tool_has_is_left_out() -> None:
     assert raised.value.field == "messages[2].content[0].content[0].type"
 
 
-def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
+def test_tool_cache_marks_count_only_shown_tools() -> None:
     assert turn([{**LOOK, **DEFER, **MARK}, FIND]).marked == []
     assert turn([FIND, {**LOOK, **DEFER}, {**PLAIN, **MARK}]).marked == [ToolsMark(2)]
 
 
-def test_the_prompt_only_grows_when_a_tool_is_found() -> None:
-    """As Claude Code does it: what was found comes into the middle of `tools`."""
+def test_found_tool_keeps_the_prompt_prefix() -> None:
+    """As in Claude Code: tools that were found are inserted in the middle of `tools`."""
     tokenizer, template = Tokenizer.from_directory(bundled.DIRECTORY), ChatTemplate.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     assert template is not None

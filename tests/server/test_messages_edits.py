@@ -1,5 +1,5 @@
-"""context_management of /v1/messages over HTTP: what the model is shown, what the answer tells of it, and what a count
-says."""
+"""context_management of /v1/messages over HTTP: the edited prompt, the answer's report, and the token count's
+report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ABOVE_1: dict[str, Any] = {"trigger": {"type": "tool_uses", "value": 1}, "keep":
 def asked(
     connect: Connect, pipeline: TextPipeline, edits: list[dict[str, Any]], *, stream: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """`context_management` of the answer and of the count, which agree with each other, and the prompt's text."""
+    """`context_management` of the answer and of the count, which agree, and the prompt's text."""
     engine = ScriptedEngine([*said("well"), ended()])
     body = {**BODY, "context_management": {"edits": edits}, "stream": stream}
 
@@ -81,7 +81,7 @@ def asked(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_cleared_is_told(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+def test_applied_edits_are_reported(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
     told, _, prompt = asked(connect, pipeline, [THINKING, {**TOOLS, **ABOVE_1}], stream=stream)
     thinking, tools = told["applied_edits"]
     assert thinking["type"] == THINKING["type"]
@@ -105,13 +105,15 @@ def test_what_was_cleared_is_told(connect: Connect, pipeline: TextPipeline, stre
     ],
     ids=str,
 )
-def test_edits_that_keep_everything(connect: Connect, pipeline: TextPipeline, edits: list[dict[str, Any]]) -> None:
+def test_edits_without_effect_are_not_reported(
+    connect: Connect, pipeline: TextPipeline, edits: list[dict[str, Any]]
+) -> None:
     told, _, prompt = asked(connect, pipeline, edits)
     assert told == {"applied_edits": []}
     assert (prompt.count("Thought"), prompt.count(CLEARED), prompt.count(LONG)) == (3, 0, 3)
 
 
-def test_a_trigger_of_input_tokens(connect: Connect, pipeline: TextPipeline) -> None:
+def test_input_tokens_trigger_clears_tool_uses(connect: Connect, pipeline: TextPipeline) -> None:
     told, counted, prompt = asked(
         connect,
         pipeline,
@@ -121,7 +123,7 @@ def test_a_trigger_of_input_tokens(connect: Connect, pipeline: TextPipeline) -> 
     assert (prompt.count(CLEARED), counted["context_management"]["original_input_tokens"] > 500) == (1, True)
 
 
-def test_answers_to_others_dont_speak_of_edits(connect: Connect) -> None:
+def test_answers_without_requested_edits_have_no_report(connect: Connect) -> None:
     async def run() -> list[httpx.Response]:
         async with connect(ScriptedEngine([*said("well"), ended()])) as client:
             return [await client.post(path, json=BODY) for path in ("/v1/messages", "/v1/messages/count_tokens")]
@@ -146,7 +148,7 @@ def test_unknown_edits_are_refused_by_name(connect: Connect) -> None:
     ("ending", "statuses"),
     [("<think>\n", {"disabled": 400}), ("", {}), ("{% if enable_thinking is not false %}<think>{% endif %}", {})],
 )
-def test_thinking_is_refused_to_be_off_only_where_it_is_on(
+def test_disabled_thinking_is_refused_only_if_the_template_starts_it(
     connect: Connect, pipeline: TextPipeline, path: str, ending: str, statuses: dict[str, int]
 ) -> None:
     source = (

@@ -1,5 +1,5 @@
-"""What Anthropic's servers do and this one doesn't, in bodies of /v1/messages: their tools, and the blocks that those
-leave in histories."""
+"""Features of Anthropic's servers that are missing here, in bodies of /v1/messages: server tools, and their blocks in
+histories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def names(asked: TurnRequest) -> list[str]:
         "mcp_toolset",
     ],
 )
-def test_tools_without_a_schema_are_left_out_and_named(kind: str) -> None:
+def test_server_tools_are_left_out_and_named(kind: str) -> None:
     notes = Notes()
     asked = turn(
         {"tools": [{"type": kind, "mcp_server_name": "x", "max_uses": 3, "display_width_px": 9, "configs": {}}, TOOL]},
@@ -75,7 +75,7 @@ def test_tools_without_a_schema_are_left_out_and_named(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("bash_20250124", "bash"), ("bash_20241022", "bash"), ("memory_20250818", "memory")]
 )
-def test_tools_whose_type_is_a_schema_are_shown_with_it(kind: str, name: str) -> None:
+def test_tools_with_a_known_schema_are_shown(kind: str, name: str) -> None:
     notes = Notes(strict=True)
     asked = turn(
         {"tools": [{"type": kind, "name": name, **MARK}], "tool_choice": {"type": "tool", "name": name}}, notes
@@ -86,7 +86,7 @@ def test_tools_whose_type_is_a_schema_are_shown_with_it(kind: str, name: str) ->
     assert tool["function"]["description"]
 
 
-def test_a_tool_that_is_left_out_cant_be_forced() -> None:
+def test_left_out_tool_can_not_be_forced() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     with pytest.raises(RequestError, match="web_search_20250305") as raised:
         turn({"tools": [search, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}})
@@ -95,7 +95,7 @@ def test_a_tool_that_is_left_out_cant_be_forced() -> None:
     assert turn({"tools": [search, TOOL], "tool_choice": {"type": "any"}}).demand.choice == "required"
 
 
-def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
+def test_tool_cache_marks_count_only_shown_tools() -> None:
     hosted = {"type": "web_search_20250305", "name": "web_search", **MARK}
     assert turn({"tools": [hosted, TOOL]}).marked == []
     assert turn({"tools": [TOOL, hosted]}).marked == [ToolsMark(1)]
@@ -173,7 +173,7 @@ def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
-def test_texts_of_other_blocks_are_kept(block: dict[str, Any], text: str | None) -> None:
+def test_texts_of_unknown_blocks_are_kept(block: dict[str, Any], text: str | None) -> None:
     notes = Notes(strict=True)
     words = "Lamps\nA lamp.\nlamps.example" if text is None else text.strip()
     asked = turn(
@@ -224,13 +224,13 @@ def test_blocks_without_text_are_left_out_and_named(block: dict[str, Any]) -> No
     assert raised.value.field == "messages[1].content[1].type"
 
 
-def test_a_title_is_kept_of_what_cant_be_read_and_the_rest_is_named() -> None:
+def test_unreadable_document_keeps_its_title_and_is_named() -> None:
     notes = Notes()
     asked = turn({"messages": [{"role": "user", "content": [{**PDF, "title": "lamps.pdf"}]}]}, notes)
     assert (asked.messages, notes.unknown) == ([{"role": "user", "content": "lamps.pdf"}], ["messages[document]"])
 
 
-def test_parts_of_results() -> None:
+def test_unknown_parts_of_results_are_replaced_by_their_texts() -> None:
     notes = Notes()
     parts = [
         {"type": "text", "text": "One."},
@@ -266,13 +266,13 @@ def test_parts_of_results() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_keeps_its_name(messages: Any, field: str) -> None:
+def test_errors_keep_the_clients_field_names(messages: Any, field: str) -> None:
     with pytest.raises(RequestError) as raised:
         turn({"messages": messages})
     assert raised.value.field.startswith(field)
 
 
-def test_counting_takes_the_same() -> None:
+def test_count_accepts_the_same_bodies() -> None:
     notes = Notes()
     tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL]
     asked = parse_count({"model": "m", "messages": [{"role": "user", "content": [PDF]}], "tools": tools}, notes)
@@ -281,7 +281,7 @@ def test_counting_takes_the_same() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true"])
-def test_the_answer_names_what_was_left_out(connect: Connect, path: str) -> None:
+def test_answer_header_names_left_out_blocks_and_tools(connect: Connect, path: str) -> None:
     tools = [
         {"type": "web_search_20250305", "name": "web_search"},
         {**TOOL, "input_schema": {"type": "object", "properties": 5}},

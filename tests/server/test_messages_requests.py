@@ -1,5 +1,5 @@
-"""Bodies of /v1/messages: every documented field is known, works, or is refused by name; blocks become the messages
-that templates know."""
+"""Bodies of /v1/messages: every documented field works or is refused with its name; blocks are converted to template
+messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text(words: str, **extra: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **extra}
 
 
-def test_every_documented_field_is_known() -> None:
+def test_every_documented_field_is_in_the_table() -> None:
     params = pytest.importorskip("anthropic.types.message_create_params").MessageCreateParamsBase
     headers = {"user_profile_id", "workspace_id"}
     documented = set(params.__annotations__) - headers
@@ -138,7 +138,7 @@ def test_every_documented_field_is_known() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named(extra: dict[str, Any], field: str) -> None:
+def test_wrong_values_are_refused_by_field_name(extra: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as raised:
         turn(extra)
     assert raised.value.field == field
@@ -206,11 +206,11 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], field: str) -> None:
     ],
     ids=str,
 )
-def test_what_asks_for_nothing_is_taken(extra: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(extra: dict[str, Any]) -> None:
     turn(extra)
 
 
-def test_sampling() -> None:
+def test_sampling_fields_reach_the_turn() -> None:
     asked = turn({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"], "cache_salt": "s"})
     sampling = asked.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop) == (
@@ -223,7 +223,7 @@ def test_sampling() -> None:
     assert asked.namespace == "s"
 
 
-def test_tools_become_functions() -> None:
+def test_tools_are_converted_to_functions() -> None:
     asked = turn({"tools": [TOOL, {"name": "plain", "input_schema": {"type": "object"}, "strict": True}]})
     assert asked.tools == [
         {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": TOOL["input_schema"]}},
@@ -244,11 +244,11 @@ def test_tools_become_functions() -> None:
     ],
     ids=str,
 )
-def test_tool_choice(choice: dict[str, Any] | None, demand: ToolDemand) -> None:
+def test_tool_choice_is_converted_to_a_demand(choice: dict[str, Any] | None, demand: ToolDemand) -> None:
     assert turn({"tools": [TOOL], "tool_choice": choice}).demand == demand
 
 
-def test_output_format() -> None:
+def test_output_format_is_converted_to_an_output_form() -> None:
     asked = turn({"output_config": {"format": FORM}})
     assert asked.output == OutputForm(kind="json_schema", source=FORM["schema"], field="output_config.format.schema")
     older = OutputForm(kind="json_schema", source=FORM["schema"], field="output_format.schema")
@@ -272,14 +272,14 @@ def test_output_format() -> None:
     ],
     ids=str,
 )
-def test_thinking_is_the_templates(extra: dict[str, Any], kwargs: dict[str, Any]) -> None:
+def test_thinking_sets_the_template_variable(extra: dict[str, Any], kwargs: dict[str, Any]) -> None:
     assert turn(extra).template_kwargs == kwargs
 
 
 @pytest.mark.parametrize(
     "thinking", [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}], ids=str
 )
-def test_what_the_template_has_no_switch_for_is_left_to_it(thinking: dict[str, Any]) -> None:
+def test_thinking_has_no_effect_without_a_template_variable(thinking: dict[str, Any]) -> None:
     extra = {"thinking": thinking, "output_config": {"effort": "whatever"}, "context_management": {"edits": [KEEP_ALL]}}
     assert turn(extra, frozenset()).template_kwargs == {}
 
@@ -287,7 +287,7 @@ def test_what_the_template_has_no_switch_for_is_left_to_it(thinking: dict[str, A
 @pytest.mark.parametrize(
     "thinking", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}], ids=str
 )
-def test_an_answer_that_has_begun_goes_on_without_thinking(thinking: dict[str, Any]) -> None:
+def test_continued_answer_switches_thinking_off(thinking: dict[str, Any]) -> None:
     asked = turn({"messages": [USER, BEGUN], **thinking})
     assert asked.continues
     assert asked.messages[-1] == BEGUN
@@ -296,7 +296,7 @@ def test_an_answer_that_has_begun_goes_on_without_thinking(thinking: dict[str, A
     assert not turn({"messages": [USER, BEGUN, USER], **thinking}).continues
 
 
-def test_blocks_become_messages() -> None:
+def test_blocks_are_converted_to_messages() -> None:
     messages = [
         {"role": "user", "content": [text("One. "), text("Two.")]},
         {
@@ -346,7 +346,7 @@ def test_blocks_become_messages() -> None:
 @pytest.mark.parametrize(
     "order", [[RESULT, text("So?")], [text("So?"), RESULT], [text("So"), RESULT, text("?")]], ids=str
 )
-def test_results_come_first_wherever_the_text_stands(order: list[dict[str, Any]]) -> None:
+def test_tool_results_precede_the_text_of_their_message(order: list[dict[str, Any]]) -> None:
     asked = turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": order}]})
     assert asked.messages[2:] == [
         {"role": "tool", "tool_call_id": "c1", "content": "a lamp"},
@@ -354,14 +354,14 @@ def test_results_come_first_wherever_the_text_stands(order: list[dict[str, Any]]
     ]
 
 
-def test_results_beside_an_empty_text_are_no_question() -> None:
+def test_empty_text_beside_results_makes_no_user_message() -> None:
     asked = turn(
         {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, text("")]}]}
     )
     assert [message["role"] for message in asked.messages] == ["user", "assistant", "tool"]
 
 
-def test_results_without_content() -> None:
+def test_results_without_content_are_empty_texts() -> None:
     call = {"role": "assistant", "content": [USE]}
     asked = turn(
         {"messages": [USER, call, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}]}
@@ -369,7 +369,7 @@ def test_results_without_content() -> None:
     assert asked.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": ""}
 
 
-def test_nulls_are_as_good_as_nothing() -> None:
+def test_nulls_mean_absent() -> None:
     use = {"type": "tool_use", "id": "c1", "name": "look", "input": None, "cache_control": None}
     messages = [
         {"role": "user", "content": [text("a", cache_control=None, citations=None)]},
@@ -399,7 +399,7 @@ def test_nulls_are_as_good_as_nothing() -> None:
     assert not notes.unknown
 
 
-def test_marks_stand_where_cache_control_does() -> None:
+def test_cache_control_is_converted_to_cache_marks() -> None:
     marked = {"cache_control": MARK}
     assert turn({"tools": [{**TOOL, **marked}, {**TOOL, "name": "b"}], "system": "s"}).marked == [ToolsMark(1)]
     assert turn({"system": [text("abc", **marked), text("d", **marked)]}).marked == [MessageMark(0, 3), MessageMark(0)]
@@ -419,7 +419,7 @@ def test_marks_stand_where_cache_control_does() -> None:
     ).marked == [MessageMark(2)]
 
 
-def test_counting_takes_what_makes_the_prompt() -> None:
+def test_count_accepts_all_fields_of_the_prompt() -> None:
     rest = {name: value for name, value in BODY.items() if name != "max_tokens"}
     assert (
         turn_request(parse_count({**rest, "system": "s", "tools": [TOOL]}), None, READS).messages[0]["role"] == "system"

@@ -1,4 +1,4 @@
-"""/metrics: valid exposition text, true figures, and the names that dashboards read."""
+"""/metrics: valid exposition text, correct figures, and the names that dashboards read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ VLLM_NAMES_OF_ENGINES = {
 
 
 class Exposition:
-    """A strict reader of the text format."""
+    """A strict parser of the text format."""
 
     def __init__(self, text: str) -> None:
         self.kinds: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Exposition:
 
 
 class CountingEngine(ScriptedEngine):
-    """One with the counters of a real engine."""
+    """An engine with the counters of a real one."""
 
     async def stats(self) -> dict[str, Any]:
         if not self.alive:
@@ -147,7 +147,7 @@ def scrape(connect: Connect, engine: ScriptedEngine, **overrides: Any) -> Exposi
     return Exposition(response.text)
 
 
-def test_names_that_others_read_are_there_with_ours_beside_them(connect: Connect) -> None:
+def test_vllm_names_are_exposed_beside_our_names(connect: Connect) -> None:
     found = scrape(connect, CountingEngine())
     assert found.kinds.items() >= VLLM_NAMES.items()
     assert all(name.startswith(("agentspec_", "vllm:")) for name in found.kinds)
@@ -156,11 +156,11 @@ def test_names_that_others_read_are_there_with_ours_beside_them(connect: Connect
     assert found.value("agentspec_requests_running") == found.value("vllm:num_requests_running") == 2
     assert found.value("vllm:num_requests_waiting") == 5
     assert (found.value("vllm:prefix_cache_queries_total"), found.value("vllm:prefix_cache_hits_total")) == (70, 30)
-    assert found.value("vllm:kv_cache_usage_perc") == 0.25, "pages that the cache could evict are free"
+    assert found.value("vllm:kv_cache_usage_perc") == 0.25, "evictable pages count as free"
     assert found.value("vllm:cache_config_info", block_size="64", num_gpu_blocks="100") == 1
 
 
-def test_a_dead_engine_is_reported_and_the_servers_figures_stay(connect: Connect) -> None:
+def test_dead_engine_is_reported_and_server_figures_remain(connect: Connect) -> None:
     engine = CountingEngine()
     engine.alive = False
     found = scrape(connect, engine)
@@ -169,7 +169,7 @@ def test_a_dead_engine_is_reported_and_the_servers_figures_stay(connect: Connect
     assert "vllm:time_to_first_token_seconds" in found.kinds
 
 
-def test_an_engine_with_other_counters_and_no_tokenizer_is_served_too(connect: Connect) -> None:
+def test_unknown_counters_and_no_tokenizer_are_supported(connect: Connect) -> None:
     info = msgspec.structs.replace(INFO, forced_acceptance=(0.5,))
     found = scrape(connect, ScriptedEngine(info=info), pipeline=None)
     assert found.value("agentspec_forced_acceptance") == 1
@@ -207,8 +207,8 @@ def test_requests_over_http_are_counted(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_times_are_those_of_the_events(seed: int) -> None:
-    """Against sums made from the script itself, by a clock that the engine sets."""
+def test_histograms_contain_the_times_of_the_events(seed: int) -> None:
+    """Compared with sums computed from the script, on a clock that the engine sets."""
     rng = random.Random(seed)
     now = [0.0]
     counts = [rng.choice([0, 1, 1, 3, 5]) for _ in range(rng.randint(0, 12))]
@@ -247,7 +247,7 @@ def test_times_are_those_of_the_events(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
-def test_a_client_that_leaves_counts_as_an_abort_once(num_read: int) -> None:
+def test_disconnect_counts_as_one_abort(num_read: int) -> None:
     engine = ScriptedEngine([TokensEvent(request_id="", token_ids=[1], text="a"), asyncio.Event(), ended()])
     figures = Figures()
 
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_counts_as_an_abort_once(num_read: int) -> None:
     assert engine.aborted == ["a"]
 
 
-def test_closing_behind_the_end_counts_nothing_more() -> None:
+def test_closing_after_the_end_counts_nothing() -> None:
     figures = Figures()
 
     async def run() -> None:
@@ -280,7 +280,7 @@ def test_closing_behind_the_end_counts_nothing_more() -> None:
     assert sum(figures.finished.values()) == 1
 
 
-def test_a_bound_belongs_to_its_bucket() -> None:
+def test_bucket_bounds_are_inclusive() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
         histogram.observe(value)
@@ -297,8 +297,8 @@ def test_labels_are_escaped() -> None:
     Exposition(text)
 
 
-def test_the_real_engines_counters_all_have_their_family() -> None:
-    """On the bundled model: what stats count and what its requests cost agree with what is exposed."""
+def test_every_counter_of_the_real_engine_is_exposed() -> None:
+    """On the bundled model: stats, usages and exposed figures agree."""
     prompt = list(range(100, 300))
 
     async def run() -> tuple[str, dict[str, Any], list[Event]]:

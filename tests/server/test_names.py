@@ -1,4 +1,4 @@
-"""What clients may call the model, and what answers call it: one name, several, or any."""
+"""Names of the model in requests and answers: one name, several, or any."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
-"""Their answers carry no name."""
+"""Answers of these endpoints contain no name."""
 
 
 def answers(connect: Connect, names: tuple[str, ...], *requests: tuple[str, str, Any]) -> list[httpx.Response]:
@@ -40,7 +40,7 @@ def answers(connect: Connect, names: tuple[str, ...], *requests: tuple[str, str,
 
 
 def model_of(chunk: dict[str, Any]) -> str:
-    """In a chunk, or in the response or message that an event holds."""
+    """In a chunk, or in the response or message within an event."""
     carrier = chunk if "model" in chunk else chunk.get("response", chunk.get("message"))
     assert isinstance(carrier, dict)
     return str(carrier["model"])
@@ -58,7 +58,7 @@ def model_of(chunk: dict[str, Any]) -> str:
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-def test_the_name_that_answers_carry(
+def test_answers_contain_the_served_model_name(
     path: str, names: tuple[str, ...], asked: str, carried: str, connect: Connect
 ) -> None:
     body = BODIES[path] | {"model": asked}
@@ -70,7 +70,7 @@ def test_the_name_that_answers_carry(
 
 
 @pytest.mark.parametrize("names", [(), ("gpt-x", "other"), ("*",)])
-def test_names_that_are_not_served(names: tuple[str, ...], connect: Connect) -> None:
+def test_unserved_model_names_are_404(names: tuple[str, ...], connect: Connect) -> None:
     bodies = BODIES | UNNAMED
     found = answers(
         connect, names, *[("POST", path, body | {"model": "someone/else"}) for path, body in bodies.items()]
@@ -91,7 +91,7 @@ def test_names_that_are_not_served(names: tuple[str, ...], connect: Connect) -> 
     ("names", "listed"),
     [((), ["scripted"]), (("a", "org/b"), ["a", "org/b"]), (("*",), ["scripted"]), (("*", "a"), ["a"])],
 )
-def test_models_are_listed_by_their_names(names: tuple[str, ...], listed: list[str], connect: Connect) -> None:
+def test_model_list_contains_the_served_names(names: tuple[str, ...], listed: list[str], connect: Connect) -> None:
     (models,) = answers(connect, names, ("GET", "/v1/models", None))
     assert [model["id"] for model in models.json()["data"]] == listed
     for answer, model in zip(
@@ -112,6 +112,6 @@ def test_models_are_listed_by_their_names(names: tuple[str, ...], listed: list[s
 
 
 @pytest.mark.parametrize(("names", "label"), [((), "scripted"), (("a", "b"), "a"), (("*",), "scripted")])
-def test_metrics_have_the_first_name(names: tuple[str, ...], label: str, connect: Connect) -> None:
+def test_metrics_are_labelled_with_the_first_served_name(names: tuple[str, ...], label: str, connect: Connect) -> None:
     (metrics,) = answers(connect, names, ("GET", "/metrics", None))
     assert f'agentspec_engine_alive{{model_name="{label}"}} 1' in metrics.text

@@ -1,5 +1,4 @@
-"""The OpenAPI document is true: it lists what is served and taken, and schemathesis finds no answer that it doesn't
-describe."""
+"""The OpenAPI document is correct: it lists all routes and fields, and schemathesis finds no undocumented answer."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ LEAST: dict[str, dict[str, Any]] = {
     "TokenizeRequest": {"prompt": "x"},
     "DetokenizeRequest": {"tokens": [1]},
 }
-"""What a body must hold, beside the model."""
+"""The required fields of a body, beside the model."""
 
 
 class Engine(ScriptedEngine):
-    """Refuses ids below zero as real engines do. The app leaves that to them."""
+    """Refuses negative ids as real engines do. The app leaves that to them."""
 
     async def stream(self, submit: Submit) -> AsyncGenerator[Event, None]:
         if any(token < 0 for token in submit.prompt_ids):
@@ -64,7 +63,7 @@ def new_app() -> Any:
 
 
 def ask(*requests: tuple[str, str, Any]) -> list[httpx.Response]:
-    """The answers to (method, path, JSON body or None), asked one after the other."""
+    """The answers to (method, path, JSON body or None), requested in order."""
 
     async def run() -> list[httpx.Response]:
         async with httpx.AsyncClient(
@@ -90,7 +89,7 @@ def validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema | {"components": DOCUMENT["components"]})
 
 
-def test_it_is_served_and_lists_every_route() -> None:
+def test_document_lists_every_route() -> None:
     (answer,) = ask(("GET", "/openapi.json", None))
     assert answer.headers["content-type"] == "application/json"
     assert answer.json() == DOCUMENT
@@ -99,20 +98,19 @@ def test_it_is_served_and_lists_every_route() -> None:
     assert served == {(method.upper(), path) for path, operations in DOCUMENT["paths"].items() for method in operations}
 
 
-def test_fastapi_shows_no_documents_of_its_own() -> None:
+def test_fastapi_documentation_routes_are_disabled() -> None:
     assert [answer.status_code for answer in ask(("GET", "/docs", None), ("GET", "/redoc", None))] == [404, 404]
 
 
-def test_its_schemas_are_schemas() -> None:
+def test_schemas_are_valid_json_schemas() -> None:
     for name, schema in DOCUMENT["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
-        assert validator(schema).is_valid([]) is False, name  # every reference in it leads somewhere
+        assert validator(schema).is_valid([]) is False, name  # resolves every reference
 
 
 @pytest.mark.parametrize("route", POSTS, ids=lambda route: route.path)
-def test_the_fields_are_those_that_are_taken(route: Any) -> None:
-    """Each with a null, which is as good as nothing; and those that only some values are taken for with each of
-    them."""
+def test_documented_fields_are_the_accepted_ones(route: Any) -> None:
+    """Each with a null, which means absent; and fields with only some allowed values, with each of these."""
     schema = body_schema(route.path)
     least = {"model": INFO.model_id, **LEAST[route.body.__name__]}
     names = schema["properties"].keys()
@@ -149,13 +147,13 @@ def test_the_fields_are_those_that_are_taken(route: Any) -> None:
         ("/tokenize", {"messages": [{"role": "somebody", "content": "x"}]}),
     ],
 )
-def test_fields_that_are_kept_as_sent_have_the_schema_that_they_are_held_to(path: str, body: dict[str, Any]) -> None:
+def test_unconverted_fields_have_the_schema_of_their_checks(path: str, body: dict[str, Any]) -> None:
     body = {"model": INFO.model_id, **body}
     assert ask(("POST", path, body))[0].status_code == 400
     assert not validator(body_schema(path)).is_valid(body)
 
 
-def test_bounds_are_of_fields_that_there_are() -> None:
+def test_bounds_refer_to_existing_fields() -> None:
     assert set(BOUNDS) <= {name for route in POSTS for name in body_schema(route.path)["properties"]}
 
 
@@ -163,7 +161,7 @@ def test_bounds_are_of_fields_that_there_are() -> None:
     "name",
     [name for name, bound in BOUNDS.items() if bound.keys() & {"minimum", "exclusiveMinimum"} and name != "logprobs"],
 )
-def test_bounds_are_where_refusal_begins(name: str) -> None:
+def test_bounds_equal_the_limits_of_validation(name: str) -> None:
     bound = BOUNDS[name]
     taken = [bound[side] for side in ("minimum", "maximum") if side in bound]
     refused = [bound[side] for side in ("exclusiveMinimum", "exclusiveMaximum") if side in bound]
@@ -174,7 +172,7 @@ def test_bounds_are_where_refusal_begins(name: str) -> None:
     assert all(answer.json()["error"]["param"].startswith(name) for answer in answers[len(taken) :])
 
 
-def test_one_body_means_the_same_everywhere() -> None:
+def test_routes_with_the_same_body_type_have_the_same_fields() -> None:
     for route in POSTS:
         for other in POSTS:
             if route.body is other.body:
@@ -182,7 +180,7 @@ def test_one_body_means_the_same_everywhere() -> None:
 
 
 def for_the_served_model() -> dict[str, Any]:
-    """The document, with the model's name in place of any text: most requests would be for models that aren't there."""
+    """The document with the model's name in place of any text: otherwise most generated requests would get 404."""
     components = DOCUMENT["components"]
     schemas = {
         name: schema | {"properties": schema["properties"] | {"model": {"const": INFO.model_id}}}
@@ -204,8 +202,8 @@ WANTED: Any = CHECKS.get_by_names(
     ids=lambda operation: " ".join(operation),
 )
 def api(request: pytest.FixtureRequest) -> Any:
-    """What the document says of one operation. Its cases take a while to make: a test makes its own, not every process
-    that collects all of them."""
+    """The document's description of one operation. Generating its cases is slow, so each test does it for itself
+    instead of every process that collects the tests."""
     request.node._nodeid = request.node.nodeid  # schemathesis 4.32 reads it, pytest 9.2 no longer has it
     path, method = request.param
     schema = schemathesis.openapi.from_dict(
@@ -217,5 +215,5 @@ def api(request: pytest.FixtureRequest) -> Any:
 
 @schemathesis.pytest.from_fixture("api").parametrize()
 @hypothesis.settings(max_examples=8, derandomize=True, deadline=None, database=None)
-def test_every_answer_is_described(case: schemathesis.Case[Any]) -> None:
+def test_every_answer_matches_the_document(case: schemathesis.Case[Any]) -> None:
     case.call_and_validate(checks=WANTED)

@@ -1,4 +1,4 @@
-"""The page at `/`: complete without a network, and clicked through in a headless browser where one is installed."""
+"""The page at `/`: self-contained, and tested in a headless browser if one is installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.server.loopback import bundled_app, served
 STATIC = Path(page.__file__).with_name("static")
 CALL = "<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
 WAIT_MS = 20_000
-"""Nothing here takes long; a slow machine must not fail."""
+"""Generous, since nothing here is slow and a slow machine must not fail."""
 
 
 def get(connect: Callable[..., httpx.AsyncClient], path: str) -> httpx.Response:
@@ -38,7 +38,7 @@ def get(connect: Callable[..., httpx.AsyncClient], path: str) -> httpx.Response:
     return asyncio.run(run())
 
 
-def test_the_page_is_html_that_may_load_nothing_from_elsewhere(connect: Callable[..., httpx.AsyncClient]) -> None:
+def test_page_csp_forbids_external_resources(connect: Callable[..., httpx.AsyncClient]) -> None:
     response = get(connect, "/")
     assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = response.headers["content-security-policy"]
@@ -46,7 +46,7 @@ def test_the_page_is_html_that_may_load_nothing_from_elsewhere(connect: Callable
     assert "unsafe" not in policy
 
 
-def test_every_file_is_served_with_its_type_and_no_other_is(connect: Callable[..., httpx.AsyncClient]) -> None:
+def test_only_existing_files_are_served_with_their_types(connect: Callable[..., httpx.AsyncClient]) -> None:
     for path in STATIC.iterdir():
         response = get(connect, f"/static/{path.name}")
         assert response.content == path.read_bytes()
@@ -57,7 +57,7 @@ def test_every_file_is_served_with_its_type_and_no_other_is(connect: Callable[..
         assert get(connect, f"/static/{name}").status_code == 404
 
 
-def test_files_name_only_files_that_are_there() -> None:
+def test_links_between_files_resolve() -> None:
     named = re.findall(r'(?:href|src)="static/([\w.]+)"', (STATIC / "index.html").read_text())
     for script in STATIC.glob("*.js"):
         named += re.findall(r'from "\./([\w.]+)"', script.read_text())
@@ -119,9 +119,9 @@ def idle(tab: Any) -> None:
     tab.wait_for_selector("#log[aria-busy=false]")
 
 
-def test_a_tool_turn_on_the_bundled_model(visit: Callable[[str], Any]) -> None:
-    """The suggestion's call runs in the page, its result goes back, the answer says it; the second turn finds its
-    prefix cached."""
+def test_tool_turn_with_the_bundled_model(visit: Callable[[str], Any]) -> None:
+    """The suggestion's call runs in the page, its result is sent back, and the answer states it; the second turn hits
+    the prefix cache."""
     with served(bundled_app) as address:
         tab = visit(address)
         tab.get_by_role("button", name="What is the status of order O-4312?").click()
@@ -146,7 +146,7 @@ def test_a_tool_turn_on_the_bundled_model(visit: Callable[[str], Any]) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == 375, "wider than a phone"
 
 
-def test_typed_results_go_back_in_the_order_of_their_calls(
+def test_typed_results_are_sent_in_call_order(
     visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
 ) -> None:
     calls = [
@@ -175,7 +175,7 @@ def test_typed_results_go_back_in_the_order_of_their_calls(
     assert text.index("first result") < text.index("<b>second</b> result")
 
 
-def test_a_refusal_is_shown_and_can_be_tried_again(
+def test_refusal_is_shown_and_can_be_retried(
     visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
 ) -> None:
     engine = ScriptedEngine(
@@ -191,7 +191,7 @@ def test_a_refusal_is_shown_and_can_be_tried_again(
         assert prompt_text(engine, 0) == prompt_text(engine, 1)
 
 
-def test_stop_ends_the_request_and_the_chat_goes_on(
+def test_stop_aborts_the_request_and_the_chat_continues(
     visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
 ) -> None:
     engine = ScriptedEngine(
@@ -210,7 +210,7 @@ def test_stop_ends_the_request_and_the_chat_goes_on(
     assert "half an" in prompt_text(engine, 1)
 
 
-def test_settings_reach_the_request_and_a_new_chat_is_a_new_session(
+def test_settings_reach_the_request_and_a_new_chat_has_a_new_session(
     visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
 ) -> None:
     engine = ScriptedEngine([*said("yes"), ended()])
@@ -241,9 +241,7 @@ def test_settings_reach_the_request_and_a_new_chat_is_a_new_session(
     assert "hello" not in prompt_text(engine, 1)
 
 
-def test_it_can_be_used_with_the_keyboard_and_in_the_dark(
-    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
-) -> None:
+def test_keyboard_use_and_dark_mode(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
     engine = ScriptedEngine([*said("</think>\n\nhere"), ended()])
     with scripted(engine) as address:
         tab = visit(address)
@@ -262,13 +260,14 @@ def test_it_can_be_used_with_the_keyboard_and_in_the_dark(
             seen.append(tab.evaluate(ground))
         assert seen[0] == seen[2] != seen[1]
         unnamed = tab.evaluate(
-            "[...document.querySelectorAll('input,textarea')].filter(field => !field.labels.length).map(field => field.id)"
+            "[...document.querySelectorAll('input,textarea')]"
+            ".filter(field => !field.labels.length).map(field => field.id)"
         )
         assert unnamed == []
     assert "hi\nthere" in prompt_text(engine, 0)
 
 
-def test_a_server_that_wants_a_key_gets_it(visit: Callable[[str], Any], pipeline: TextPipeline) -> None:
+def test_page_asks_for_a_required_key(visit: Callable[[str], Any], pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said("</think>\n\nopened"), ended()])
 
     @asynccontextmanager

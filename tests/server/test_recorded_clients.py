@@ -1,8 +1,8 @@
-"""Whole runs of command-line agents, recorded by scripts/clients/record.py: every request is answered, and what nobody
-knows of it is named here.
+"""Whole runs of command-line agents, recorded by scripts/clients/record.py: every request is answered, and its unknown
+fields are listed here.
 
-tests/data/clients holds one run of each, with its default tools; its texts are other words
-(scripts/clients/reworded.py). A new recording may need a change of these tables, never of a body.
+tests/data/clients holds one run of each, with its default tools; its texts are replaced (scripts/clients/reworded.py).
+A new recording may need a change of these tables, never of a body.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ SIZES = {"claude-code": 5, "codex": 4, "opencode": 5, "qwen-code": 4, "pi": 4}
 LEFT_OUT: dict[tuple[str, int], str] = {
     **{("codex", number): "tools.web_search" for number in range(4)},
 }
-"""Fields that nobody here knows, as the answers' headers name them, by requests and their numbers in the run. The
-others have none."""
+"""Unknown fields, as in the answers' header, and the numbers of the requests with them. Other requests have none."""
 
 REFUSED: dict[tuple[str, int], str] = {}
-"""Requests that are still refused, and the end of the refusal."""
+"""Requests that are still refused, and the end of the error message."""
 
 LONG = msgspec.structs.replace(INFO, model_id=MODEL, max_context=262144)
 
@@ -60,7 +59,7 @@ def posted(
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-def test_each_agent_has_a_recording_of_its_version(agent: Any) -> None:
+def test_each_agent_has_a_recording_of_its_pinned_version(agent: Any) -> None:
     whole = recording(agent.name)
     assert (whole["package"], whole["version"], len(whole["requests"])) == (
         agent.package,
@@ -76,7 +75,7 @@ def test_each_agent_has_a_recording_of_its_version(agent: Any) -> None:
 def test_recorded_requests_are_answered(connect: Connect, bundled_text: TextPipeline, client: str, number: int) -> None:
     answer = posted(connect, bundled_text, recording(client)["requests"][number])
     if (client, number) in REFUSED:
-        assert answer.status_code == 400, "it is answered now: take it out of REFUSED"
+        assert answer.status_code == 400, "this request is answered now: remove it from REFUSED"
         assert answer.json()["error"]["message"].endswith(REFUSED[client, number])
         pytest.xfail(REFUSED[client, number])
     assert answer.status_code == 200, answer.text
@@ -86,9 +85,8 @@ def test_recorded_requests_are_answered(connect: Connect, bundled_text: TextPipe
 
 
 @pytest.mark.parametrize("client", SIZES)
-def test_prompts_only_grow(connect: Connect, bundled_text: TextPipeline, client: str) -> None:
-    """From turn to turn the prompt stays what it was, up to where the answer begins: there is nothing in the cache that
-    a client makes useless.
+def test_each_prompt_extends_the_previous_one(connect: Connect, bundled_text: TextPipeline, client: str) -> None:
+    """Each prompt starts with the previous one up to the start of its answer, so clients make no cached prefix useless.
 
     opencode's first request is for a title of the session."""
     prompts: list[str] = []

@@ -1,4 +1,4 @@
-"""The id of a request: taken from the client or made, told by every answer, and in every line of the log."""
+"""Request ids: the client's or a new one, in every answer and in every log line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ NEW = re.compile(r"[0-9a-f]{32}")
         ("a\tb", False),
     ],
 )
-def test_a_sane_id_is_taken_and_any_other_replaced(sent: str | None, is_taken: bool, pipeline: TextPipeline) -> None:
+def test_valid_request_id_is_kept_and_any_other_replaced(
+    sent: str | None, is_taken: bool, pipeline: TextPipeline
+) -> None:
     headers: dict[bytes, bytes] = {} if sent is None else {b"x-request-id": sent.encode("latin-1")}
     answer = asked(served(pipeline, ServerConfig()), lambda client: client.get("/v1/models", headers=headers))
     told = answer.headers.get_list("x-request-id")
@@ -39,7 +41,7 @@ def test_a_sane_id_is_taken_and_any_other_replaced(sent: str | None, is_taken: b
     assert told[0] == sent if is_taken else NEW.fullmatch(told[0])
 
 
-def test_every_answer_tells_its_id(pipeline: TextPipeline) -> None:
+def test_every_answer_has_a_request_id_header(pipeline: TextPipeline) -> None:
     config = ServerConfig(api_keys=("key",), cors_origins=("*",), root_path="/models")
 
     async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
@@ -61,7 +63,7 @@ def test_every_answer_tells_its_id(pipeline: TextPipeline) -> None:
     assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
 
 
-def test_lines_of_the_log_tell_it(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_end_with_the_request_id(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine([*said("abc"), ended(FinishReason.ERROR, error="out of memory")])
     bodies: list[dict[str, Any]] = [COMPLETION | {"stream": True}, COMPLETION | {"temperature": "secret words"}]
 

@@ -1,5 +1,5 @@
-"""The log of requests: one line when a request ends, and one for each refusal, with its field and reason and no text of
-the client's."""
+"""The request log: one line at the end of a request, and one for each refusal, with field and reason and without the
+client's texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Logged = Callable[..., list[str]]
 
 @pytest.fixture
 def logged(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> Logged:
-    """What a server logs while it is asked. Its clock goes on by 5 ms whenever somebody looks at it."""
+    """The log of a server while it serves requests. Its clock advances by 5 ms at each reading."""
 
     def lines(
         ask: Ask, engine: ScriptedEngine | None = None, *, level: int = logging.INFO, app: Any = None, **config: Any
@@ -68,7 +68,7 @@ def logged(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> Logged:
         ("/v1/responses", {"model": "scripted", "input": "x"}),
     ],
 )
-def test_an_answer_has_its_tokens_and_times(path: str, body: dict[str, Any], stream: bool, logged: Logged) -> None:
+def test_answer_line_has_tokens_and_times(path: str, body: dict[str, Any], stream: bool, logged: Logged) -> None:
     engine = ScriptedEngine([*said("a", "bc"), ended()])
     (line,) = logged(
         lambda client: client.post(path, json=body | {"stream": stream}, headers={"x-session-id": "s 1"}), engine
@@ -77,25 +77,25 @@ def test_an_answer_has_its_tokens_and_times(path: str, body: dict[str, Any], str
     assert line == f"POST {path} 200 session='s 1' prompt={prompt} cached=4 output=6 finish=stop first=5ms all=10ms"
 
 
-def test_choices_count_their_prompt_once(logged: Logged) -> None:
+def test_choices_count_their_prompt_once_in_the_log(logged: Logged) -> None:
     body = COMPLETION | {"prompt": [[1, 2, 3], [4, 5]], "n": 2}
     (line,) = logged(lambda client: client.post("/v1/completions", json=body))
     assert line == "POST /v1/completions 200 prompt=5 cached=8 output=24 finish=stop first=5ms all=10ms"
 
 
-def test_what_asks_no_engine_has_no_tokens(logged: Logged) -> None:
+def test_line_without_engine_use_has_no_tokens(logged: Logged) -> None:
     (line,) = logged(lambda client: client.get("/v1/models", headers={"x-session-id": "s"}))
     assert line == "GET /v1/models 200 session='s' all=5ms"
 
 
-def test_a_session_from_the_body_is_on_one_line(logged: Logged) -> None:
+def test_session_from_the_body_is_escaped_to_one_line(logged: Logged) -> None:
     (line,) = logged(
         lambda client: client.post("/v1/completions", json=COMPLETION | {"prompt_cache_key": "a\nGET / 200"})
     )
     assert " session='a\\nGET / 200' " in line
 
 
-def test_a_client_that_leaves(logged: Logged) -> None:
+def test_disconnect_is_logged_as_an_abort(logged: Logged) -> None:
     async def leave(client: httpx.AsyncClient) -> None:
         request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True})
         response = await client.send(request, stream=True)
@@ -116,34 +116,34 @@ def test_a_client_that_leaves(logged: Logged) -> None:
         (CHAT | {"model": "other"}, "404 model='other': not served here; this server has 'scripted'"),
     ],
 )
-def test_a_refusal_has_its_field_and_its_reason(body: dict[str, Any], why: str, logged: Logged) -> None:
+def test_refusal_line_has_field_and_reason(body: dict[str, Any], why: str, logged: Logged) -> None:
     refusal, line = logged(lambda client: client.post("/v1/chat/completions", json=body))
     assert refusal == f"POST /v1/chat/completions refused: {why}"
     assert line == f"POST /v1/chat/completions {why[:3]} all=5ms"
 
 
-def test_refusals_of_the_engine(logged: Logged) -> None:
+def test_engine_refusals_are_logged(logged: Logged) -> None:
     engine = ScriptedEngine([RequestError("prompt_ids", [1, 2, 3], "is too long")])
     refusal, line = logged(lambda client: client.post("/v1/completions", json=COMPLETION), engine)
     assert refusal == "POST /v1/completions refused: 400 prompt: is too long"
     assert line == "POST /v1/completions 400 all=5ms"
 
 
-def test_a_stream_that_fails_half_way(logged: Logged) -> None:
+def test_failing_stream_is_logged(logged: Logged) -> None:
     engine = ScriptedEngine([*said("abc"), ended(FinishReason.ERROR, error="is no grammar", refused="prompt_ids")])
     failure, line = logged(lambda client: client.post("/v1/completions", json=COMPLETION | {"stream": True}), engine)
     assert failure == "a stream ended early: 400 prompt: is no grammar"
     assert line == "POST /v1/completions 200 prompt=3 cached=4 output=6 finish=error first=5ms all=10ms"
 
 
-def test_what_fails_is_not_called_refused(logged: Logged) -> None:
+def test_status_500_is_logged_as_failed(logged: Logged) -> None:
     engine = ScriptedEngine([ended(FinishReason.ERROR, error="out of memory")])
     failure, line = logged(lambda client: client.post("/v1/completions", json=COMPLETION), engine)
     assert failure == "POST /v1/completions failed: 500 out of memory"
     assert line.startswith("POST /v1/completions 500 ")
 
 
-def test_refusals_before_the_app(logged: Logged) -> None:
+def test_refusals_before_the_app_are_logged(logged: Logged) -> None:
     refusal, line = logged(lambda client: client.get("/a%20b%0A"), api_keys=("secret",))
     assert refusal.startswith("GET /a%20b%0A refused: 401 an API key is needed")
     assert line == "GET /a%20b%0A 401 all=5ms"
@@ -153,7 +153,7 @@ def test_refusals_before_the_app(logged: Logged) -> None:
     assert line == "POST /v1/completions 503 all=5ms"
 
 
-def test_probes_are_logged_when_they_fail_and_for_debugging(logged: Logged) -> None:
+def test_successful_probes_are_logged_at_debug_only(logged: Logged) -> None:
     async def probe(client: httpx.AsyncClient) -> None:
         for path in ("/health", "/ping/", "/ready", "/metrics"):
             await client.get(path)
@@ -170,6 +170,6 @@ def test_probes_are_logged_when_they_fail_and_for_debugging(logged: Logged) -> N
     assert logged(lambda client: client.get("/health"), engine)[-1] == "GET /health 503 all=5ms"
 
 
-def test_by_default_nothing_is_logged(logged: Logged) -> None:
+def test_nothing_is_logged_by_default(logged: Logged) -> None:
     assert logged(lambda client: client.post("/v1/completions", json=COMPLETION), level=logging.WARNING) == []
     assert logged(lambda client: client.post("/v1/completions", json={}), level=logging.WARNING) == []

@@ -1,4 +1,4 @@
-"""Request bodies: every documented field is known, works, or is refused by name and value."""
+"""Request bodies: every documented field works or is refused with its name and value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOMETHING = {"some": "thing"}
 
 
 @pytest.mark.parametrize("field", CHAT_REFUSED)
-def test_chat_refuses_what_it_does_not_serve(field: str) -> None:
+def test_chat_refuses_unsupported_fields(field: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_chat({**CHAT, field: SOMETHING})
     assert raised.value.field == field
@@ -42,7 +42,7 @@ def test_chat_refuses_what_it_does_not_serve(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", COMPLETION_REFUSED)
-def test_completions_refuse_what_they_do_not_serve(field: str) -> None:
+def test_completions_refuse_unsupported_fields(field: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_completion({**COMPLETION, field: SOMETHING})
     assert raised.value.field == field
@@ -51,21 +51,21 @@ def test_completions_refuse_what_they_do_not_serve(field: str) -> None:
         parse_completion({**COMPLETION, field: harmless})
 
 
-def test_what_changes_an_answer_stays_refused() -> None:
-    """By name, whoever sends it: the tables may grow, but not lose these."""
+def test_fields_that_change_an_answer_stay_refused() -> None:
+    """By name, whichever client sends it: the tables may grow, but must keep these."""
     chat = {"audio", "function_call", "functions", "modalities", "prompt_logprobs", "web_search_options"}
     assert chat | {"chat_template", "documents", "regex", "logits_processors"} <= set(CHAT_REFUSED)
     assert {"prompt_logprobs", "suffix", "response_format", "tools", "messages"} <= set(COMPLETION_REFUSED)
 
 
 @pytest.mark.parametrize("field", named(Treatment.ACCEPTED, CHAT_TABLE))
-def test_what_says_nothing_is_taken_whatever_it_says(field: str) -> None:
+def test_fields_without_effect_are_accepted_with_any_value(field: str) -> None:
     notes = Notes()
     assert parse_chat({**CHAT, field: SOMETHING}, notes) == parse_chat(CHAT)
     assert not notes.unknown
 
 
-def test_what_nobody_knows_is_left_out_and_noted() -> None:
+def test_unknown_fields_are_left_out_and_noted() -> None:
     notes = Notes()
     extra = {
         "temprature": 0.5,
@@ -81,13 +81,13 @@ def test_what_nobody_knows_is_left_out_and_noted() -> None:
 
 
 @pytest.mark.parametrize(("field", "extra"), [("temprature", {"temprature": None}), ("logprobs.x", {"logprobs.x": 1})])
-def test_strict_notes_refuse_it(field: str, extra: dict[str, Any]) -> None:
+def test_strict_notes_refuse_unknown_fields(field: str, extra: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="is not a field of this endpoint") as raised:
         parse_chat({**CHAT, **extra}, Notes(strict=True))
     assert raised.value.field == field
 
 
-def test_a_null_is_as_good_as_nothing_inside_of_fields_too() -> None:
+def test_nested_nulls_mean_absent() -> None:
     extra = {
         "stream": True,
         "stream_options": {"include_usage": None},
@@ -104,7 +104,7 @@ def test_tables_and_structs_name_the_same_fields() -> None:
         assert set(named(Treatment.WORKS, table)) == set(struct.__struct_encode_fields__)
 
 
-def test_true_is_not_taken_for_the_harmless_one() -> None:
+def test_0_does_not_equal_the_idle_value_false() -> None:
     with pytest.raises(RequestError, match="echo=0"):
         parse_chat({**CHAT, "echo": 0})
 
@@ -191,7 +191,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_chat_names_the_wrong_field(extra: dict[str, Any], field: str) -> None:
+def test_chat_errors_name_the_field(extra: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_chat({**CHAT, **extra})
     assert raised.value.field == field
@@ -220,14 +220,14 @@ def test_chat_names_the_wrong_field(extra: dict[str, Any], field: str) -> None:
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_completions_name_the_wrong_field(extra: dict[str, Any], field: str) -> None:
+def test_completions_errors_name_the_field(extra: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as raised:
         parse_completion({**COMPLETION, **extra})
     assert raised.value.field == field
 
 
 @pytest.mark.parametrize("body", [[], "text", 3, None])
-def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
+def test_body_that_is_not_an_object_is_refused(body: Any) -> None:
     with pytest.raises(RequestError, match="body="):
         parse_chat(body)
 
@@ -273,11 +273,11 @@ def test_sampling_fields_reach_the_engine() -> None:
 @pytest.mark.parametrize(
     "parse", [lambda extra: parse_chat({**CHAT, **extra}), lambda extra: parse_completion({**COMPLETION, **extra})]
 )
-def test_what_asks_for_nothing_as_vllms_clients_write_it(parse: Callable[[dict[str, Any]], Any]) -> None:
+def test_vllm_clients_default_values_are_accepted(parse: Callable[[dict[str, Any]], Any]) -> None:
     assert parse({"top_k": -1, "skip_special_tokens": True}).sampling() == parse({}).sampling()
 
 
-def test_defaults_are_those_of_openai() -> None:
+def test_defaults_equal_openais() -> None:
     assert parse_chat(CHAT).sampling().max_tokens is None
     assert parse_completion(COMPLETION).sampling().max_tokens == 16
     assert parse_completion({**COMPLETION, "max_tokens": None, "stop": "x"}).sampling().stop == ("x",)
@@ -307,7 +307,7 @@ def test_defaults_are_those_of_openai() -> None:
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_forms_of_output(extra: dict[str, Any], kind: Any, source: Any, field: str) -> None:
+def test_output_forms_are_parsed(extra: dict[str, Any], kind: Any, source: Any, field: str) -> None:
     expected = OutputForm(kind=kind, source=source, field=field)
     assert parse_chat({**CHAT, **extra}).output() == expected
     if "response_format" not in extra:
@@ -327,7 +327,7 @@ def test_forms_of_output(extra: dict[str, Any], kind: Any, source: Any, field: s
     ],
     ids=repr,
 )
-def test_choices_of_tools(choice: Any, expected: ToolDemand, names: frozenset[str] | None) -> None:
+def test_tool_choices_are_converted_to_demands(choice: Any, expected: ToolDemand, names: frozenset[str] | None) -> None:
     body = {**CHAT, "tools": [TOOL, OTHER_TOOL], "tool_choice": choice}
     assert parse_chat(body).demand() == (expected, names)
     demand, _ = parse_chat({**body, "parallel_tool_calls": False}).demand()
@@ -337,7 +337,7 @@ def test_choices_of_tools(choice: Any, expected: ToolDemand, names: frozenset[st
 @pytest.mark.parametrize(
     ("extra", "num_top"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)]
 )
-def test_log_probabilities_of_chats(extra: dict[str, Any], num_top: int | None) -> None:
+def test_chat_logprobs_fields_set_num_top(extra: dict[str, Any], num_top: int | None) -> None:
     assert parse_chat({**CHAT, **extra}).num_top == num_top
 
 
@@ -345,11 +345,11 @@ def test_log_probabilities_of_chats(extra: dict[str, Any], num_top: int | None) 
     ("prompt", "expected"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompt_forms(prompt: Any, expected: list[Any]) -> None:
+def test_prompt_forms_are_accepted(prompt: Any, expected: list[Any]) -> None:
     assert parse_completion({**COMPLETION, "prompt": prompt}).prompts() == expected
 
 
-def test_messages_as_clients_return_them_are_taken() -> None:
+def test_returned_messages_are_accepted() -> None:
     returned = {
         "role": "assistant",
         "content": None,
@@ -365,7 +365,7 @@ def test_messages_as_clients_return_them_are_taken() -> None:
     assert parse_chat({**CHAT, "messages": messages}).messages == messages
 
 
-def test_empty_contents_and_nulls_are_taken() -> None:
+def test_empty_contents_and_nulls_are_accepted() -> None:
     calls = [
         {"id": "c1", "type": None, "function": {"name": "f", "arguments": None}},
         {"id": "c2", "function": {"name": "f", "arguments": ""}},
@@ -389,7 +389,7 @@ def test_empty_contents_and_nulls_are_taken() -> None:
     assert [call["function"]["arguments"] for call in normal[2]["tool_calls"]] == [{}, {}]
 
 
-def test_what_else_messages_carry_is_left_out_without_a_word() -> None:
+def test_extra_message_fields_are_left_out_without_a_note() -> None:
     notes = Notes()
     call = {
         **CALL,
@@ -420,7 +420,7 @@ def test_what_else_messages_carry_is_left_out_without_a_word() -> None:
     ]
 
 
-def test_a_tool_is_shown_without_what_is_none_of_its_own() -> None:
+def test_tool_is_shown_without_foreign_keys() -> None:
     tool = {
         "function": {"parameters": {"b": 1}, "name": "f", "x": 1, "description": None},
         "type": "function",
@@ -449,5 +449,5 @@ def test_tools_keep_their_order_of_keys() -> None:
         {"temperature": 1, "tools": None, "stop": None},
     ],
 )
-def test_what_clients_send_without_asking_for_more_is_taken(extra: dict[str, Any]) -> None:
+def test_clients_default_fields_are_accepted(extra: dict[str, Any]) -> None:
     assert parse_chat({**CHAT, **extra}).model == "m"

@@ -1,5 +1,5 @@
-"""/v1/responses over HTTP with the openai package: shapes, the order of events, endings, errors by name, the same
-output in any chunking."""
+"""/v1/responses over HTTP with the openai package: shapes, the order of events, endings, errors with field names, the
+same output for any chunking."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ TOOL: dict[str, Any] = {
     "name": "look",
     "parameters": {"type": "object", "properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}},
 }
-CALL_TEXT = "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
+CALL_TEXT = (
+    "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 ARGUMENTS = '{"where": "under it", "deep": true}'
 FULL: dict[str, Any] = BODY | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}
 FULL_TEXT = f"I think so.\n</think>\n\nLooking.\n\n{CALL_TEXT}\n{CALL_TEXT}"
@@ -53,7 +56,7 @@ def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: s
 
 
 def streamed(connect: Connect, engine: ScriptedEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, checked against the openai package's types and numbered from 0."""
+    """The events, validated by the openai package's types and numbered from 0."""
     response = post(connect, engine, body | {"stream": True})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -75,7 +78,7 @@ def sdk(client: httpx.AsyncClient) -> AsyncOpenAI:
 
 
 def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """What the items say, without ids."""
+    """The items' content, without ids."""
     return [
         (item["type"], item["status"], item["name"], item["arguments"])
         if item["type"] == "function_call"
@@ -84,7 +87,7 @@ def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def test_a_whole_response(connect: Connect) -> None:
+def test_whole_response_has_the_documented_shape(connect: Connect) -> None:
     engine = ScriptedEngine([*said("Hel", "lo"), ended(text="!")])
     body = post(
         connect,
@@ -138,7 +141,7 @@ def test_a_whole_response(connect: Connect) -> None:
     assert engine.submits[0].sampling.max_tokens == 9
 
 
-def test_the_events_of_a_stream_come_in_the_documented_order(connect: Connect) -> None:
+def test_stream_events_come_in_the_documented_order(connect: Connect) -> None:
     script = [*said("Hm", ".</think>\n\nLook", "ing.\n\n", CALL_TEXT), ended()]
     events = streamed(connect, ScriptedEngine(script), FULL)
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -234,7 +237,7 @@ def test_any_chunking_gives_the_same_output_streamed_or_whole(connect: Connect, 
         "nothing said at the limit",
     ],
 )
-def test_how_a_response_ends(
+def test_status_of_a_response_follows_its_ending(
     connect: Connect, text: str, end: Event, status: str, output: list[tuple[str, ...]]
 ) -> None:
     body, script = BODY | {"tools": [TOOL]}, [*said(text), end]
@@ -253,7 +256,7 @@ def test_how_a_response_ends(
     assert (whole["status"], told(whole["output"])) == (status, output)
 
 
-def test_a_stream_that_breaks_ends_as_failed(connect: Connect) -> None:
+def test_broken_stream_ends_with_response_failed(connect: Connect) -> None:
     for error, message in ((AgentspecError("broken"), "broken"), (ValueError("a bug"), "internal error")):
         events = streamed(connect, ScriptedEngine([*said("Hel"), error]), BODY)
         assert [event["type"] for event in events].count("response.failed") == 1
@@ -271,7 +274,7 @@ def test_a_stream_that_breaks_ends_as_failed(connect: Connect) -> None:
         (AgentspecError("broken"), 500, None),
     ],
 )
-def test_errors_before_the_first_event_choose_the_status(
+def test_errors_before_the_first_event_determine_the_status(
     connect: Connect, stream: bool, error: Exception, status: int, param: str | None
 ) -> None:
     response = post(connect, ScriptedEngine([error]), BODY | {"stream": stream})
@@ -332,14 +335,14 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_not_served_is_refused_by_name(connect: Connect, change: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(connect: Connect, change: dict[str, Any], param: str) -> None:
     engine = ScriptedEngine()
     response = post(connect, engine, BODY | change)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not engine.submits
 
 
-def test_what_asks_for_nothing_is_taken(connect: Connect) -> None:
+def test_fields_without_effect_are_accepted(connect: Connect) -> None:
     idle = {
         "background": False,
         "include": [],
@@ -356,11 +359,11 @@ def test_what_asks_for_nothing_is_taken(connect: Connect) -> None:
     assert response.status_code == 200, response.text
 
 
-def test_another_model_is_not_found(connect: Connect) -> None:
+def test_unknown_model_is_404(connect: Connect) -> None:
     assert post(connect, ScriptedEngine(), BODY | {"model": "other"}).status_code == 404
 
 
-def test_the_log_probabilities_of_the_text(connect: Connect) -> None:
+def test_include_adds_log_probabilities_of_the_text(connect: Connect) -> None:
     token = TokensEvent(
         request_id="",
         token_ids=[ord("a")],
@@ -378,7 +381,7 @@ def test_the_log_probabilities_of_the_text(connect: Connect) -> None:
     assert next(event for event in events if event["type"] == "response.output_text.done")["logprobs"] == [entry, entry]
 
 
-def test_the_tokens_of_an_input_are_counted_without_running_it(connect: Connect) -> None:
+def test_input_tokens_are_counted_without_generation(connect: Connect) -> None:
     engine = ScriptedEngine()
     body = BODY | {"instructions": "Be short.", "tools": [TOOL]}
     post(connect, engine, body)
@@ -421,7 +424,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
     ],
     ids=lambda value: next(iter(value)),
 )
-def test_what_a_turn_is_asked_for(change: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_request_fields_reach_the_turn_request(change: dict[str, Any], expected: dict[str, Any]) -> None:
     plain = {
         "demand": ToolDemand(),
         "callable_names": None,
@@ -460,7 +463,7 @@ def test_the_sdk_parses_and_streams(connect: Connect) -> None:
                 {"role": "user", "content": "and now?"},
             ]
             again = await client.responses.create(model="scripted", input=answer)
-            assert again.status == "completed", "what the package adds when it parses can be sent back"
+            assert again.status == "completed", "fields that the package adds when it parses are accepted"
 
     asyncio.run(run())
 

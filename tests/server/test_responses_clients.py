@@ -1,4 +1,4 @@
-"""/v1/responses as clients use it: what they ask for beside the documented, and items as they send them back."""
+"""/v1/responses as clients use it: undocumented fields, and items as they send them back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from openai.types.responses import Response
 
 from agentspec.errors import ContextLengthError
-from agentspec.server.carried_reasoning import carried, read_carried
+from agentspec.server.carried_reasoning import decode_reasoning, encode_reasoning
 from agentspec.server.responses_items import Conversation
 from agentspec.server.unknown_fields import HEADER
 from tests.fakes.engine_client import ScriptedEngine, ended, said
@@ -37,28 +37,28 @@ def messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_carried_reasoning_comes_back_and_nothing_else_does(seed: int) -> None:
+def test_carried_reasoning_round_trips_and_other_input_is_rejected(seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choice("ab é\n𝄞") for _ in range(rng.choice([0, 1, 100, 5000]))) * rng.choice([1, 100])
-    sealed = carried(text)
-    assert read_carried(sealed) == text
+    sealed = encode_reasoning(text)
+    assert decode_reasoning(sealed) == text
     for _ in range(20):
         place = rng.randrange(len(sealed))
         other = sealed[:place] + rng.choice("ABCxyz019+/") + sealed[place + 1 :]
-        assert read_carried(other) in (None, text), (seed, place)
-    assert read_carried(sealed[: rng.randrange(len(sealed))]) is None
+        assert decode_reasoning(other) in (None, text), (seed, place)
+    assert decode_reasoning(sealed[: rng.randrange(len(sealed))]) is None
 
 
-def test_carried_reasoning_is_no_bomb() -> None:
+def test_carried_reasoning_limits_the_decompression_ratio() -> None:
     text = "x" * 1_000_000
-    assert read_carried(carried(text)) == text
+    assert decode_reasoning(encode_reasoning(text)) == text
     bomb = base64.b64encode(
         b"\2" + zlib.crc32(text.encode()).to_bytes(4, "big") + zlib.compress(text.encode())
     ).decode()
-    assert read_carried(bomb) is None
+    assert decode_reasoning(bomb) is None
 
 
-def test_reasoning_is_carried_by_clients_that_ask_for_it(connect: Connect) -> None:
+def test_encrypted_content_is_returned_on_request(connect: Connect) -> None:
     plain = post(connect, ScriptedEngine(THOUGHT), THINKING).json()
     assert "encrypted_content" not in plain["output"][0]
     whole = post(connect, ScriptedEngine(THOUGHT), ENCRYPTED).json()
@@ -71,7 +71,7 @@ def test_reasoning_is_carried_by_clients_that_ask_for_it(connect: Connect) -> No
     ][:2]
     assert added["encrypted_content"] is None
     for item in (whole["output"][0], done, events[-1]["response"]["output"][0]):
-        assert read_carried(item["encrypted_content"]) == "I see ü."
+        assert decode_reasoning(item["encrypted_content"]) == "I see ü."
         assert item["content"][0]["text"] == "I see ü."
 
     engine = ScriptedEngine()
@@ -87,7 +87,7 @@ def test_reasoning_is_carried_by_clients_that_ask_for_it(connect: Connect) -> No
     assert "I see ü." in prompt(engine)
 
 
-def test_what_others_encrypted_is_left_out_with_a_note(connect: Connect) -> None:
+def test_foreign_encrypted_content_is_left_out_and_noted(connect: Connect) -> None:
     foreign = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo"}
     call = {"type": "function_call", "call_id": "c", "name": "fetch", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "x"}
@@ -100,7 +100,7 @@ def test_what_others_encrypted_is_left_out_with_a_note(connect: Connect) -> None
     assert messages([user("q"), summed, call])[1]["reasoning_content"] == "in short"
     shown = foreign | {"content": [{"type": "reasoning_text", "text": "all of it"}]}
     assert (
-        messages([user("q"), shown | {"encrypted_content": carried("other")}, call])[1]["reasoning_content"]
+        messages([user("q"), shown | {"encrypted_content": encode_reasoning("other")}, call])[1]["reasoning_content"]
         == "all of it"
     )
     assert HEADER not in post(connect, ScriptedEngine(), {"input": [user("q"), shown, call, result]}).headers
@@ -108,7 +108,7 @@ def test_what_others_encrypted_is_left_out_with_a_note(connect: Connect) -> None
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, "input.encrypted_content")
 
 
-def test_what_include_may_ask_for(connect: Connect) -> None:
+def test_include_accepts_known_values_and_notes_others(connect: Connect) -> None:
     known = [
         "web_search_call.action.sources",
         "web_search_call.results",
@@ -179,14 +179,14 @@ RETURNED: list[dict[str, Any]] = [
 ]
 
 
-def test_items_mean_the_same_as_clients_return_them(connect: Connect) -> None:
+def test_returned_items_make_the_same_prompt(connect: Connect) -> None:
     assert messages(RETURNED) == messages(PLAIN)
     answer = post(connect, ScriptedEngine(), {"input": RETURNED})
     assert answer.status_code == 200, answer.text
     assert HEADER not in answer.headers
 
 
-def test_the_result_of_a_call_that_is_left_out_is_left_out(connect: Connect) -> None:
+def test_results_of_left_out_calls_are_left_out(connect: Connect) -> None:
     engine = ScriptedEngine()
     shell = {
         "type": "local_shell_call",
@@ -222,7 +222,7 @@ def test_the_result_of_a_call_that_is_left_out_is_left_out(connect: Connect) -> 
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_changes_no_answer_is_taken(connect: Connect, change: dict[str, Any]) -> None:
+def test_fields_that_do_not_change_the_answer_are_accepted(connect: Connect, change: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     answer = post(connect, engine, change)
     assert answer.status_code == 200, answer.text
@@ -233,7 +233,7 @@ def test_what_changes_no_answer_is_taken(connect: Connect, change: dict[str, Any
     assert engine.submits[0].sampling == engine.submits[1].sampling
 
 
-def test_truncation_drops_nothing_from_what_is_too_long(connect: Connect) -> None:
+def test_truncation_auto_does_not_shorten_the_conversation(connect: Connect) -> None:
     too_long = ContextLengthError("prompt_ids", "9 tokens", "is too long")
     answer = post(connect, ScriptedEngine([too_long]), {"truncation": "auto"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
@@ -242,7 +242,7 @@ def test_truncation_drops_nothing_from_what_is_too_long(connect: Connect) -> Non
 def ask(
     connect: Connect, engine: ScriptedEngine, *bodies: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> list[httpx.Response]:
-    """Each body is made of the answers so far."""
+    """Each body is built from the answers so far."""
 
     async def run() -> list[httpx.Response]:
         answers: list[httpx.Response] = []
@@ -259,8 +259,8 @@ def references(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "item_reference", "id": item["id"]} for item in items]
 
 
-def test_items_are_named_by_their_ids(connect: Connect) -> None:
-    """As the AI SDK sends a conversation back: what the server said by its id, the rest in full."""
+def test_item_references_resolve_to_stored_items(connect: Connect) -> None:
+    """As the AI SDK sends a conversation back: the server's items by id, the rest in full."""
     tools = {"tools": [FETCH, PATCH]}
     first = [*said("Hm.</think>\n\n" + call_text("fetch") + "\n" + call_text("apply_patch", input="x")), ended()]
 
@@ -288,7 +288,7 @@ def test_items_are_named_by_their_ids(connect: Connect) -> None:
     assert sessions[2] != sessions[0]
 
 
-def test_items_of_an_input_are_named_by_their_ids(connect: Connect) -> None:
+def test_item_references_resolve_to_input_items(connect: Connect) -> None:
     async def run() -> None:
         engine = ScriptedEngine([*said("x"), ended()])
         async with connect(engine) as client:
@@ -306,7 +306,7 @@ def test_items_of_an_input_are_named_by_their_ids(connect: Connect) -> None:
             assert prompt(engine).startswith("user\nq\n")
             assert (await client.delete(f"/v1/responses/{made['id']}")).status_code == 200
             still = await client.post("/v1/responses", json={"model": "scripted", "input": references([asked])})
-            assert still.status_code == 200, "the second response holds it, too"
+            assert still.status_code == 200, "the second response contains it, too"
             for gone in (made["output"][0]["id"], "msg_unknown"):
                 answer = await client.post(
                     "/v1/responses", json={"model": "scripted", "input": [user("q"), *references([{"id": gone}])]}
@@ -316,7 +316,7 @@ def test_items_of_an_input_are_named_by_their_ids(connect: Connect) -> None:
     asyncio.run(run())
 
 
-def test_what_was_not_stored_has_no_name(connect: Connect) -> None:
+def test_references_to_unstored_items_are_404(connect: Connect) -> None:
     answers = ask(
         connect,
         ScriptedEngine([*said("</think>x"), ended()]),
@@ -335,7 +335,7 @@ CODEX: dict[str, Any] = {
     "input": [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be careful."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
-        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": carried("I see.")},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": encode_reasoning("I see.")},
         {
             "type": "custom_tool_call",
             "status": "completed",
@@ -379,7 +379,7 @@ CODEX: dict[str, Any] = {
 }
 
 
-def test_a_body_of_codex(connect: Connect) -> None:
+def test_codex_body_is_accepted(connect: Connect) -> None:
     engine = ScriptedEngine([*said(call_text("mcp__docs__search")), ended()])
     answer = post(connect, engine, CODEX)
     assert answer.status_code == 200, answer.text

@@ -1,5 +1,4 @@
-"""/v1/responses over several turns: what items mean as messages, and conversations kept by the client or by the
-server."""
+"""/v1/responses over several turns: items as messages, and conversations stored by the client or by the server."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ CALL_TEXT = "<tool_call>\n<function=orders_get>\n<parameter=order_id>\nO-1\n</pa
 
 
 def read(items: Any) -> list[tuple[str, Item]]:
-    """Items of a request where none is stored."""
+    """Items of a request without stored items."""
 
     def find(item_id: str, field: str) -> Item:
         raise KeyError(field, item_id)
@@ -157,16 +156,16 @@ def chat_call(call_id: str) -> dict[str, Any]:
     ],
     ids=["text", "parts", "one turn", "turns in a row", "summary", "cut", "system", "nulls"],
 )
-def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
+def test_items_are_converted_to_messages(items: Any, messages: list[dict[str, Any]]) -> None:
     named = read(items)
     assert Conversation.of(None, named).messages == messages
     kept = read([item for _, item in named])
-    assert Conversation.of(None, kept).messages == messages, "items in the form that they are stored in mean the same"
+    assert Conversation.of(None, kept).messages == messages, "items in stored form have the same meaning"
     with_instructions = Conversation.of("Be short.", named).messages
     assert with_instructions == [{"role": "system", "content": "Be short."}, *messages]
 
 
-def test_items_get_ids_of_their_own() -> None:
+def test_items_get_generated_ids() -> None:
     items = [item for _, item in read([user("a"), user("b"), thought("c"), call("1"), result("1")])]
     assert [item["id"].partition("_")[0] for item in items] == ["msg", "msg", "rs", "fc", "fco"]
     assert len({item["id"] for item in items}) == 5
@@ -176,7 +175,7 @@ def test_items_get_ids_of_their_own() -> None:
 def run_turns(
     connect: Connect, engine: ScriptedEngine, turns: list[Callable[[list[dict[str, Any]]], dict[str, Any]]]
 ) -> list[httpx.Response]:
-    """Each turn's body is made of the answers so far."""
+    """Each turn's body is built from the answers so far."""
 
     async def run() -> list[httpx.Response]:
         responses: list[httpx.Response] = []
@@ -193,7 +192,7 @@ def outputs(response: dict[str, Any]) -> list[dict[str, Any]]:
     return [result(item["call_id"], "paid") for item in response["output"] if item["type"] == "function_call"]
 
 
-def test_a_stored_conversation_is_the_one_that_the_client_would_send(connect: Connect) -> None:
+def test_stored_conversation_equals_a_client_side_one(connect: Connect) -> None:
     script = [*said(f"Let me see.\n\n{CALL_TEXT}"), ended()], [*said("It is paid."), ended()], [*said("Yes."), ended()]
     stored = ScriptedEngine(*script)
     responses = run_turns(
@@ -234,7 +233,7 @@ def test_a_stored_conversation_is_the_one_that_the_client_would_send(connect: Co
     assert [submit.session_id for submit in sent.submits] == [None] * 3
 
 
-def test_chat_makes_the_same_prompt(connect: Connect) -> None:
+def test_chat_and_responses_make_the_same_prompt(connect: Connect) -> None:
     engine = ScriptedEngine()
     items = [user("q"), thought("hm"), answer("Look."), call("1"), result("1")]
     function = {name: value for name, value in TOOL.items() if name != "type"}
@@ -261,7 +260,7 @@ def test_chat_makes_the_same_prompt(connect: Connect) -> None:
     assert engine.submits[0].prompt_ids == engine.submits[1].prompt_ids
 
 
-def test_a_session_that_the_client_names_wins(connect: Connect) -> None:
+def test_session_named_by_the_client_takes_precedence(connect: Connect) -> None:
     engine = ScriptedEngine()
     run_turns(
         connect,
@@ -276,7 +275,7 @@ def test_a_session_that_the_client_names_wins(connect: Connect) -> None:
     assert engine.submits[0].namespace == "s"
 
 
-def test_a_stored_conversation_is_a_session_once_it_is_likely_to_go_on(connect: Connect) -> None:
+def test_stored_conversation_gets_a_session_when_it_may_continue(connect: Connect) -> None:
     engine = ScriptedEngine()
     run_turns(
         connect,
@@ -294,7 +293,7 @@ def test_a_stored_conversation_is_a_session_once_it_is_likely_to_go_on(connect: 
     assert fourth not in (None, second)
 
 
-def test_what_can_not_be_continued(connect: Connect) -> None:
+def test_missing_responses_can_not_be_continued(connect: Connect) -> None:
     cut = [*said(CALL_TEXT[:60]), ended(FinishReason.LENGTH, stop_match=None)]
     responses = run_turns(
         connect,
@@ -313,7 +312,7 @@ def test_what_can_not_be_continued(connect: Connect) -> None:
     }
 
 
-def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
+def test_stored_responses_can_be_read_and_deleted(connect: Connect) -> None:
     async def run() -> None:
         async with connect(ScriptedEngine([*said("x"), ended()])) as client:
             body = {"model": "scripted", "input": [user(str(number)) for number in range(5)]}
@@ -360,7 +359,7 @@ def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
             gone = await client.post(
                 "/v1/responses", json={"model": "scripted", "input": "z", "previous_response_id": after["id"]}
             )
-            assert gone.status_code == 404, "a conversation can't go on without what was deleted"
+            assert gone.status_code == 404, "a conversation can't continue after a deleted response"
 
     asyncio.run(run())
 
@@ -375,8 +374,8 @@ ITEMS = ["i1", "i2", "i3", "i4", "i5"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_store_stays_in_its_bounds_and_keeps_conversations_whole(seed: int) -> None:
-    """Random chains against a plain list of what was used last."""
+def test_store_keeps_its_limits_and_complete_conversations(seed: int) -> None:
+    """Random chains, compared with a simple list in order of last use."""
     rng = random.Random(seed)
     max_bytes, max_responses = rng.choice([(30_000, 100), (10**9, 12)])
     store = ResponseStore(max_bytes=max_bytes, max_responses=max_responses)
@@ -399,14 +398,14 @@ def test_the_store_stays_in_its_bounds_and_keeps_conversations_whole(seed: int) 
             step,
             "a response outlived what it continues",
         )
-    for item_id in ITEMS:  # asking is a use, but forgets nothing
+    for item_id in ITEMS:  # a lookup counts as a use, but evicts nothing
         assert store.holder(item_id) is next((one for one in kept.values() if item_id in one.item_ids), None), (
             seed,
             item_id,
         )
 
 
-def test_the_store_drops_the_least_recently_used_conversation() -> None:
+def test_store_evicts_the_least_recently_used_conversation() -> None:
     store = ResponseStore(max_responses=4)
     for name, before in (("a", None), ("a2", "a"), ("b", None), ("b2", "b")):
         store.put(name, record(1, before))
@@ -420,7 +419,7 @@ def test_the_store_drops_the_least_recently_used_conversation() -> None:
 
 
 def test_tool_loops_with_the_bundled_model() -> None:
-    """Streamed and not, kept by the client and by the server: the same words, and the prefix is found again."""
+    """Streamed and not, stored by the client and by the server: the same texts, and the prefix cache is hit."""
 
     async def respond(client: Any, asked: dict[str, Any], *, stream: bool) -> Any:
         if not stream:

@@ -1,4 +1,4 @@
-"""The openai package's tool loops over /v1/responses: `parse` and `stream`, the conversation kept by the client or by
+"""The openai package's tool loops over /v1/responses: `parse` and `stream`, the conversation stored by the client or by
 the server."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SCRIPTS = [
 async def respond(
     client: openai.AsyncOpenAI, asked: dict[str, Any], *, stream: bool
 ) -> tuple[ParsedResponse[Found], dict[str, str]]:
-    """The answer, and what the stream's deltas came to by kind."""
+    """The answer, and the stream's deltas joined by kind."""
     usual: dict[str, Any] = {"model": "scripted", "tools": TOOLS, "text_format": Found}
     asked = usual | {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} | asked
     if not stream:
@@ -95,7 +95,7 @@ def results(response: ParsedResponse[Found]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kept", ["here", "by the client", "by the client, as dicts", "by the client, by names"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_loop_of_two_tool_turns(connect: Connect, stream: bool, kept: str) -> None:
+def test_sdk_runs_a_loop_of_two_tool_turns(connect: Connect, stream: bool, kept: str) -> None:
     engine = ScriptedEngine(*SCRIPTS)
 
     async def run() -> list[tuple[ParsedResponse[Found], dict[str, str]]]:

@@ -1,5 +1,4 @@
-"""Tools of /v1/responses that are no plain functions: custom ones, namespaces, and hosted ones that nobody runs
-here."""
+"""Tools of /v1/responses other than plain functions: custom tools, namespaces, and hosted tools."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], **optio
 
 
 def streamed(connect: Connect, engine: ScriptedEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, checked against the openai package's types."""
+    """The events, validated by the openai package's types."""
     text = post(connect, engine, body | {"stream": True}).text
     events = [json.loads(frame.partition("data: ")[2]) for frame in text.split("\n\n")[:-1]]
     for event in events:
@@ -83,19 +82,19 @@ def generated(text: str) -> TokensEvent:
 
 @pytest.fixture
 def with_calls() -> TextPipeline:
-    """A template that writes calls, so that a turn which comes back is known again."""
+    """A template that renders calls, so that a returned turn is recognized."""
     return TextPipeline(TOKENIZER, PromptBuilder(TOKENIZER, ChatTemplate(TEMPLATE_FILE.read_text()), TurnMemory()))
 
 
 def goes_on(engine: ScriptedEngine, text: str) -> bool:
-    """The second prompt begins with the first one and what was generated there."""
+    """The second prompt starts with the first one and its generated tokens."""
     first, second = engine.submits[:2]
     before = [*first.prompt_ids, *generated(text).token_ids]
     return list(second.prompt_ids[: len(before)]) == before
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_custom_tool_is_called_with_a_text(connect: Connect, seed: int) -> None:
+def test_custom_tool_call_has_a_text_input(connect: Connect, seed: int) -> None:
     script = [*said(*split(call_text("apply_patch", input=PATCH_TEXT), random.Random(seed))), ended()]
     engine = ScriptedEngine(script)
     events = streamed(connect, engine, {"tools": [PATCH]})
@@ -126,7 +125,7 @@ def test_a_custom_tool_is_called_with_a_text(connect: Connect, seed: int) -> Non
     assert whole["tools"] == [PATCH]
 
 
-def test_a_custom_call_that_is_cut_is_never_called_done(connect: Connect) -> None:
+def test_cut_custom_call_has_no_done_event(connect: Connect) -> None:
     for text, end in (
         (call_text("apply_patch", input="half")[:-30], "half"),
         ("<tool_call>\n<function=apply_patch>\n<para", ""),
@@ -154,15 +153,15 @@ def test_a_custom_call_that_is_cut_is_never_called_done(connect: Connect) -> Non
         ("[1", "[1"),
     ],
 )
-def test_the_text_comes_out_of_the_arguments_in_any_chunking(arguments: str, expected: str) -> None:
+def test_custom_input_is_extracted_in_any_chunking(arguments: str, expected: str) -> None:
     for seed in range(8):
         reader = CustomInput()
         pieces = [reader.push(piece) for piece in split(arguments, random.Random(seed))]
         assert "".join(pieces) + reader.close() == expected == reader.text, seed
 
 
-def test_results_of_custom_tools_go_back(connect: Connect, with_calls: TextPipeline) -> None:
-    """What comes back is the turn that was generated, so the next prompt goes on where the last answer ended."""
+def test_custom_tool_results_are_accepted(connect: Connect, with_calls: TextPipeline) -> None:
+    """The returned turn is the generated one, so the next prompt continues the last answer."""
     text = "Hm.\n</think>\n\n" + call_text("apply_patch", input=PATCH_TEXT)
     engine = ScriptedEngine([generated(text), ended()], [generated("</think>\n\nDone."), ended()])
 
@@ -196,7 +195,7 @@ def test_results_of_custom_tools_go_back(connect: Connect, with_calls: TextPipel
     ("definition", "pattern"),
     [("[a-z]+", "^(?:[a-z]+)$"), ("^[a-z]+$", "^(?:[a-z]+)$"), ("a|b", "^(?:a|b)$"), (r"\d+\$", r"^(?:\d+\$)$")],
 )
-def test_a_regular_expression_holds_the_input(connect: Connect, definition: str, pattern: str) -> None:
+def test_regex_format_constrains_the_input(connect: Connect, definition: str, pattern: str) -> None:
     tool = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": definition}}
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [tool]})
@@ -208,9 +207,7 @@ def test_a_regular_expression_holds_the_input(connect: Connect, definition: str,
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: /a+/"), ("regex", "(?i)a"), ("regex", "^a|b$")])
-def test_a_format_that_can_not_be_enforced_is_told_to_the_model_and_noted(
-    connect: Connect, syntax: str, definition: str
-) -> None:
+def test_unenforceable_format_is_described_and_noted(connect: Connect, syntax: str, definition: str) -> None:
     tool = PATCH | {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [tool]})
@@ -219,7 +216,7 @@ def test_a_format_that_can_not_be_enforced_is_told_to_the_model_and_noted(
     assert engine.submits[0].grammar is None
 
 
-def test_tools_of_a_namespace_are_functions_under_joined_names(connect: Connect, with_calls: TextPipeline) -> None:
+def test_namespace_tools_become_functions_with_joined_names(connect: Connect, with_calls: TextPipeline) -> None:
     text = "Hm.\n</think>\n\n" + "\n".join(
         [call_text("crm__fetch"), call_text("crm__note", input="x"), call_text("fetch")]
     )
@@ -249,7 +246,7 @@ def test_tools_of_a_namespace_are_functions_under_joined_names(connect: Connect,
 
 
 @pytest.mark.parametrize("kind", HostedKind.__args__)  # type: ignore[attr-defined]
-def test_hosted_tools_are_left_out_with_a_note(connect: Connect, kind: str) -> None:
+def test_hosted_tools_are_left_out_and_noted(connect: Connect, kind: str) -> None:
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [{"type": kind, "server_label": "x"}, FETCH]})
     assert (answer.status_code, answer.headers[HEADER]) == (200, f"tools.{kind}")
@@ -265,7 +262,7 @@ def test_hosted_tools_are_left_out_with_a_note(connect: Connect, kind: str) -> N
 @pytest.mark.parametrize(
     "kind", ["web_search_call", "local_shell_call", "local_shell_call_output", "mcp_list_tools", "computer_call"]
 )
-def test_what_hosted_tools_did_is_left_out_of_a_history(connect: Connect, kind: str) -> None:
+def test_hosted_items_are_left_out_of_a_history(connect: Connect, kind: str) -> None:
     engine = ScriptedEngine()
     history = [
         {"role": "user", "content": "hi"},
@@ -300,9 +297,7 @@ def test_what_hosted_tools_did_is_left_out_of_a_history(connect: Connect, kind: 
         ),
     ],
 )
-def test_a_choice_names_the_tool_as_the_client_knows_it(
-    connect: Connect, choice: dict[str, Any], names: list[str]
-) -> None:
+def test_tool_choice_uses_the_clients_tool_names(connect: Connect, choice: dict[str, Any], names: list[str]) -> None:
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [{"type": "web_search"}, PATCH, CRM, FETCH], "tool_choice": choice})
     assert answer.status_code == 200, answer.text
@@ -377,6 +372,6 @@ def test_a_choice_names_the_tool_as_the_client_knows_it(
         ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
     ],
 )
-def test_what_is_wrong_is_named_as_the_client_sent_it(connect: Connect, change: dict[str, Any], param: str) -> None:
+def test_errors_name_the_clients_fields(connect: Connect, change: dict[str, Any], param: str) -> None:
     answer = post(connect, ScriptedEngine(), change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

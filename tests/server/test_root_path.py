@@ -1,5 +1,4 @@
-"""A server under a path of a proxy's: one that strips the path and one that doesn't see the same server, in a browser,
-too."""
+"""A server under a proxy's path prefix: with proxies that strip the prefix and those that don't, also in a browser."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ BOTH_PROXIES = pytest.mark.parametrize("strips", [True, False])
 
 
 async def through(client: httpx.AsyncClient, strips: bool, method: str, url: str, **options: Any) -> httpx.Response:
-    """What the proxy asks the server when a client asks it for `url`."""
+    """The proxy's request to the server for a client's `url`."""
     path = urlsplit(url).path
     assert path.startswith(ROOT)
     return await client.request(method, (path.removeprefix(ROOT) or "/") if strips else path, **options)
 
 
 @BOTH_PROXIES
-def test_both_kinds_of_proxy(strips: bool, pipeline: TextPipeline) -> None:
+def test_stripping_and_non_stripping_proxies(strips: bool, pipeline: TextPipeline) -> None:
     config = ServerConfig(root_path=ROOT, api_keys=("key",), max_queue=0)
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -53,7 +52,7 @@ def test_both_kinds_of_proxy(strips: bool, pipeline: TextPipeline) -> None:
 
 
 @BOTH_PROXIES
-def test_the_page_finds_its_files(strips: bool, pipeline: TextPipeline) -> None:
+def test_page_loads_its_files_under_a_prefix(strips: bool, pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         url = f"http://proxy{ROOT}"
         page = await through(client, strips, "GET", url)
@@ -61,7 +60,7 @@ def test_the_page_finds_its_files(strips: bool, pipeline: TextPipeline) -> None:
             url = urljoin(url, page.headers["location"])
             page = await through(client, strips, "GET", url)
         else:
-            url += "/"  # a proxy that strips a path sends browsers there itself
+            url += "/"  # a proxy that strips a path sends this redirect itself
         assert page.status_code == 200
         files = re.findall(r'(?:href|src)="(static/[^"]+)"', page.text)
         assert files
@@ -72,7 +71,7 @@ def test_the_page_finds_its_files(strips: bool, pipeline: TextPipeline) -> None:
     asked(served(pipeline, ServerConfig(root_path=ROOT)), ask)
 
 
-def test_other_paths_stay_as_they_are(pipeline: TextPipeline) -> None:
+def test_paths_without_the_prefix_are_unchanged(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         for path in (
             "/team/modelsx/health",
@@ -86,7 +85,7 @@ def test_other_paths_stay_as_they_are(pipeline: TextPipeline) -> None:
     asked(served(pipeline, ServerConfig(root_path=ROOT)), ask)
 
 
-def test_without_one_the_document_names_no_server(pipeline: TextPipeline) -> None:
+def test_document_has_no_servers_without_a_prefix(pipeline: TextPipeline) -> None:
     assert "servers" not in asked(served(pipeline, ServerConfig()), lambda client: client.get("/openapi.json")).json()
 
 
@@ -94,7 +93,7 @@ def test_without_one_the_document_names_no_server(pipeline: TextPipeline) -> Non
     "path",
     ["models", "/models/", "/", "//models", "/mod els", "/models?x", "/v1", "/v1/models", "/static", "/../models\n"],
 )
-def test_what_is_no_root_path(path: str) -> None:
+def test_invalid_root_paths_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="root_path="):
         ServerConfig(root_path=path)
     ServerConfig(root_path="/v1x")

@@ -1,4 +1,4 @@
-"""What a server says about itself."""
+"""Model list, version, health and stats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_models_and_version(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("name", ["scripted", "someone/model-4B"])
-def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) -> None:
+def test_sdk_retrieves_models_of_any_name(connect: Connect, name: str) -> None:
     engine = ScriptedEngine(info=msgspec.structs.replace(INFO, model_id=name))
 
     async def run() -> str:
@@ -53,7 +53,7 @@ def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) 
     assert asyncio.run(run()) == name
 
 
-def test_health_follows_the_engine(connect: Connect) -> None:
+def test_health_reports_the_engines_state(connect: Connect) -> None:
     engine = ScriptedEngine()
     assert (get(connect, "/health", engine).status_code, get(connect, "/health", engine).json()) == (
         200,
@@ -63,6 +63,6 @@ def test_health_follows_the_engine(connect: Connect) -> None:
     assert get(connect, "/health", engine).status_code == 503
 
 
-def test_stats_are_the_engines_own(connect: Connect) -> None:
+def test_stats_returns_the_engines_counters(connect: Connect) -> None:
     engine = ScriptedEngine()
     assert get(connect, "/stats", engine).json() == asyncio.run(engine.stats())

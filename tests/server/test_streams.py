@@ -1,5 +1,4 @@
-"""Streams over HTTP: one terminal frame whatever happens, the first byte before the last event, and aborts when nobody
-listens."""
+"""Streams over HTTP: exactly one terminal frame, the first byte before the last event, and aborts on disconnect."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ ENDS: list[Any] = [
 
 
 def script_of(rng: random.Random) -> list[Any]:
-    """Some tokens, one way to end, and events behind the end that must never show."""
+    """Some tokens, one kind of ending, and events after it that must never be sent."""
     words = ["a", "<tool", "_call>", "</think>", "\n", "", "é", "{"]
     end = rng.choice(ENDS)
     tokens = said(*rng.choices(words, k=rng.randint(0, 6)))
@@ -46,7 +45,7 @@ def script_of(rng: random.Random) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_exactly_one_terminal_frame_for_any_script(
+def test_exactly_one_terminal_frame_for_any_engine_script(
     connect: Connect, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -100,7 +99,7 @@ def test_exactly_one_terminal_frame_for_any_script(
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_errors_before_the_first_event_choose_the_status(
+def test_errors_before_the_first_event_determine_the_status(
     connect: Connect,
     path: str,
     body: dict[str, Any],
@@ -123,9 +122,7 @@ def test_errors_before_the_first_event_choose_the_status(
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_the_first_text_arrives_before_the_last_event_is_made(
-    connect: Connect, path: str, body: dict[str, Any]
-) -> None:
+def test_first_text_arrives_before_the_last_engine_event(connect: Connect, path: str, body: dict[str, Any]) -> None:
     async def run() -> None:
         go_on = asyncio.Event()
         engine = ScriptedEngine([*said("first"), go_on, *said("second"), ended()])
@@ -153,7 +150,7 @@ def test_closing_a_stream_aborts_the_request(connect: Connect, path: str, body: 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_leaving_before_the_answer_aborts_the_request(
+def test_disconnect_before_the_answer_aborts_the_request(
     connect: Connect, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     async def run() -> None:
@@ -170,7 +167,7 @@ def test_leaving_before_the_answer_aborts_the_request(
     asyncio.run(run())
 
 
-def test_a_disconnect_stops_an_engine_that_never_pauses(connect: Connect) -> None:
+def test_disconnect_aborts_an_engine_that_never_yields_control(connect: Connect) -> None:
     """At most one more event after the disconnect."""
 
     async def run() -> None:
@@ -186,7 +183,7 @@ def test_a_disconnect_stops_an_engine_that_never_pauses(connect: Connect) -> Non
     asyncio.run(run())
 
 
-def test_other_routes(connect: Connect) -> None:
+def test_models_stats_and_health_routes(connect: Connect) -> None:
     async def run() -> None:
         engine = ScriptedEngine()
         async with connect(engine) as client:
@@ -210,7 +207,7 @@ def test_other_routes(connect: Connect) -> None:
     asyncio.run(run())
 
 
-def test_bodies_that_are_no_json_or_too_large(connect: Connect) -> None:
+def test_invalid_json_and_too_large_bodies_are_refused(connect: Connect) -> None:
     async def run() -> None:
         async with connect(ScriptedEngine(), max_body_bytes=100) as client:
             for content, status, code in (

@@ -1,5 +1,4 @@
-"""What keys keep from each other: cached prefixes, turns, stored responses and sessions. Over HTTP, as clients meet
-it."""
+"""Isolation between keys, over HTTP: cached prefixes, turns, stored responses and sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +22,10 @@ from tests.fakes.engine_client import ScriptedEngine, ended, said
 KEYS = ("key-of-a", "key-of-b")
 A, B = ({"x-api-key": key} for key in KEYS)
 THOUGHT = "Nobody else may read this."
-CALL_TEXT = f"<think>\n{THOUGHT}\n</think>\n\n<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
+CALL_TEXT = (
+    f"<think>\n{THOUGHT}\n</think>\n\n"
+    "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
+)
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 USER: dict[str, Any] = {"role": "user", "content": "Look at it."}
 FUNCTION = {"name": "look", "parameters": PARAMETERS}
@@ -37,7 +39,7 @@ Ask = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
 def asked(engine: EngineClient, text: TextPipeline | None, ask: Ask, config: ServerConfig | None = None) -> None:
-    """Ask a server with two keys, or with those of `config`."""
+    """Send requests to a server with two keys, or with those of `config`."""
     door = Door(create_app(engine, text), config or ServerConfig(api_keys=KEYS), max_running=4)
 
     async def run() -> None:
@@ -58,8 +60,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_each_key_has_prefixes_of_its_own(path: str, pipeline: TextPipeline) -> None:
-    """Whatever salts clients choose."""
+def test_each_key_has_its_own_namespace(path: str, pipeline: TextPipeline) -> None:
+    """For any salts that clients choose."""
     engine = ScriptedEngine([*said("x"), ended()])
     salts = ("", "s", "key", "/", "api-key:2", "api-key:2/", "key/api-key:2/", "key/api-key:1/", "\0", "2")
 
@@ -75,11 +77,13 @@ def test_each_key_has_prefixes_of_its_own(path: str, pipeline: TextPipeline) -> 
     *namespaces, unsalted = [submit.namespace for submit in engine.submits]
     assert len(set(namespaces)) == 2 * len(salts), namespaces
     assert unsalted == namespaces[0]
-    assert not any(key in namespace for namespace in namespaces for key in KEYS), "a namespace is no place for a secret"
+    assert not any(key in namespace for namespace in namespaces for key in KEYS), (
+        "the namespace must not contain the key"
+    )
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_without_keys_the_salt_alone_counts(path: str, pipeline: TextPipeline) -> None:
+def test_without_keys_the_namespace_is_the_salt(path: str, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -94,8 +98,8 @@ def test_without_keys_the_salt_alone_counts(path: str, pipeline: TextPipeline) -
     assert (engine.submits[2].session_id, engine.submits[2].owner) == ("mine", "")
 
 
-def test_keys_do_not_meet_in_a_session(pipeline: TextPipeline) -> None:
-    """Who names another's session waits for nothing of it, and ends no hold of its prefix."""
+def test_equal_session_ids_of_different_keys_are_separate(pipeline: TextPipeline) -> None:
+    """A client that names another key's session neither waits for it nor ends a hold on its prefix."""
     engine = ScriptedEngine([*said("x"), ended()])
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -133,7 +137,7 @@ def returned(message: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_reasoning_does_not_cross_by_the_ids_of_calls(pipeline: TextPipeline) -> None:
+def test_call_ids_do_not_reveal_another_keys_reasoning(pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said(CALL_TEXT), ended()])
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -154,12 +158,12 @@ def test_reasoning_does_not_cross_by_the_ids_of_calls(pipeline: TextPipeline) ->
             ).json()["count"]
             for headers, salt in ((A, {"cache_salt": "common"}), (B, {"cache_salt": "common"}), (B, {}))
         ]
-        assert counted[0] > counted[1] == counted[2], "nor by the number of tokens"
+        assert counted[0] > counted[1] == counted[2], "the number of tokens doesn't reveal it either"
 
     asked(engine, pipeline, ask)
 
 
-def test_a_salt_keeps_reasoning_to_itself_too(pipeline: TextPipeline) -> None:
+def test_call_ids_do_not_reveal_reasoning_of_another_salt(pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said(CALL_TEXT), ended()])
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -175,8 +179,8 @@ def test_a_salt_keeps_reasoning_to_itself_too(pipeline: TextPipeline) -> None:
     asked(engine, pipeline, ask, ServerConfig())
 
 
-def test_responses_are_stored_for_their_key_alone(pipeline: TextPipeline) -> None:
-    """To others an id of A's is as unknown as one that never was."""
+def test_stored_responses_are_visible_to_their_key_only(pipeline: TextPipeline) -> None:
+    """To other keys an id of A's looks like one that never existed."""
     engine = ScriptedEngine([*said("x"), ended()])
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -215,7 +219,7 @@ def record(size: int) -> StoredResponse:
 
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 60_000}, {"max_responses": 12}])
-def test_a_key_that_stores_much_pushes_out_its_own_responses(bounds: dict[str, Any]) -> None:
+def test_eviction_takes_responses_of_the_key_that_stores_most(bounds: dict[str, Any]) -> None:
     store = ResponseStore(**bounds)
     for number in range(3):
         store.of("quiet").put(f"q{number}", record(4000))
@@ -225,15 +229,15 @@ def test_a_key_that_stores_much_pushes_out_its_own_responses(bounds: dict[str, A
     assert len(store.of("loud")) == 9
     assert "l99" in store.of("loud")
     store.of("loud").put("huge", record(200_000 if "max_bytes" in bounds else 1))
-    assert len(store.of("quiet")) == 3, "what has no room even alone costs its owner alone"
+    assert len(store.of("quiet")) == 3, "a record over the limit by itself evicts only its owner's records"
     for number in range(100):
         store.of("third").put(f"t{number}", record(4000))
     assert len(store.of("quiet")) == 3
     assert store.of("quiet").get("t99") is None
 
 
-def test_a_key_does_not_see_what_another_has_cached() -> None:
-    """With the real engine and cache: by usage, which timing follows."""
+def test_cached_prefixes_are_not_shared_between_keys() -> None:
+    """With the real engine and cache: measured by usage, which determines timing."""
     body = {
         "model": "tiny-agent",
         "messages": [{"role": "user", "content": "What is the status of order O-4071? " * 4}],

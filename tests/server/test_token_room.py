@@ -1,5 +1,5 @@
-"""A token limit beyond the context: clamped to the room behind the prompt, and said by header and usage, whatever API
-asked."""
+"""Token limits beyond the context: clamped to the room after the prompt, and reported by header and usage, in every
+API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def usages(value: Any) -> list[dict[str, Any]]:
 
 
 def told(response: httpx.Response, *, stream: bool) -> tuple[str | None, int | None]:
-    """What header and usage say of the limit."""
+    """The limit as header and usage report it."""
     assert response.status_code == 200, response.text
     if stream:
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
@@ -55,7 +55,7 @@ def told(response: httpx.Response, *, stream: bool) -> tuple[str | None, int | N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", LIMITS)
-def test_every_api_clamps_and_says_so(path: str, stream: bool, connect: Connect) -> None:
+def test_every_api_clamps_and_reports_it(path: str, stream: bool, connect: Connect) -> None:
     body, field = LIMITS[path]
     streamed = {"stream": stream} | (
         {"stream_options": {"include_usage": True}} if stream and path.endswith("completions") else {}
@@ -69,10 +69,10 @@ def test_every_api_clamps_and_says_so(path: str, stream: bool, connect: Connect)
     engine = ScriptedEngine([*said("a"), ended()])
     response = post(connect, engine, path, {**body, **streamed, field: room})
     assert engine.submits[0].sampling.max_tokens == room
-    assert told(response, stream=stream) == (None, None), "it is what was asked for"
+    assert told(response, stream=stream) == (None, None), "the limit is the requested one"
 
 
-def test_the_newer_name_of_chats_limit_is_clamped_too(connect: Connect) -> None:
+def test_max_completion_tokens_is_clamped_too(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()])
     response = post(
         connect, engine, "/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5000, "n": 2}
@@ -91,7 +91,7 @@ def test_without_a_limit_nothing_is_clamped(connect: Connect) -> None:
         assert engine.submits[0].sampling.max_tokens == (16 if path == "/v1/completions" else None)
 
 
-def test_of_several_prompts_the_smallest_room_is_told(connect: Connect) -> None:
+def test_clamping_reports_the_smallest_room_of_several_prompts(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()])
     response = post(
         connect, engine, "/v1/completions", {"prompt": [[5] * 10, [5] * 90, [5] * 4096], "max_tokens": 4050}
@@ -102,7 +102,7 @@ def test_of_several_prompts_the_smallest_room_is_told(connect: Connect) -> None:
     assert told(response, stream=False) == ("4006", 4006)
 
 
-def test_what_has_no_room_for_its_least_goes_to_the_engine_as_it_came(connect: Connect) -> None:
+def test_limit_stays_unclamped_without_room_for_the_minimum(connect: Connect) -> None:
     for body in (
         {"prompt": [5] * 4096},
         {"prompt": [5] * 5000},
@@ -114,7 +114,7 @@ def test_what_has_no_room_for_its_least_goes_to_the_engine_as_it_came(connect: C
         assert engine.submits[0].sampling.max_tokens == 99
 
 
-def test_a_prompt_alone_may_fill_the_context(connect: Connect) -> None:
+def test_prompt_without_output_may_fill_the_context(connect: Connect) -> None:
     engine = ScriptedEngine([ended()])
     assert told(post(connect, engine, "/v1/completions", {"prompt": [5] * 4096, "max_tokens": 0}), stream=False) == (
         None,

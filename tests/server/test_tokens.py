@@ -1,5 +1,5 @@
-"""/tokenize, /detokenize, /v1/chat/completions/render and /tokenizer_info: the very prompt that a chat would be
-answered from."""
+"""/tokenize, /detokenize, /v1/chat/completions/render and /tokenizer_info: exactly the prompt that a chat request would
+have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(response: httpx.Response, field: str) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
 
 
-def test_text_to_ids_and_back(connect: Connect) -> None:
+def test_tokenize_and_detokenize_are_inverse(connect: Connect) -> None:
     text = "<|im_start|>user\n<think> naïve 😀<|im_end|>"
     (tokenized,) = post(connect, ("/tokenize", {"prompt": text, "return_token_strs": True}))
     body = tokenized.json()
@@ -56,12 +56,12 @@ def test_text_to_ids_and_back(connect: Connect) -> None:
     assert detokenized.json() == {"prompt": text}
 
 
-def test_ids_without_a_token_have_no_text(connect: Connect) -> None:
+def test_padding_ids_have_no_text(connect: Connect) -> None:
     (response,) = post(connect, ("/detokenize", {"tokens": [INFO.vocab_size - 1]}))
     assert response.json() == {"prompt": ""}
 
 
-def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None:
+def test_tokenize_of_messages_equals_the_chat_prompt(connect: Connect) -> None:
     engine = ScriptedEngine([*said("</think>\n\nok"), ended()])
     chat = {"messages": [USER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}, "cache_salt": "s"}
     asked = {**chat, "model": "scripted", "seed": 3, "prompt_cache_key": "p"}
@@ -86,8 +86,10 @@ def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None
     assert (body["count"], body["model"]) == (len(submit.prompt_ids), "scripted")
 
 
-def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipeline) -> None:
-    """With what opens an answer, behind the last message, or inside it."""
+def test_add_generation_prompt_and_continue_final_message_end_the_prompt_as_in_vllm(
+    connect: Connect, pipeline: TextPipeline
+) -> None:
+    """With the tokens that start an answer, after the last message, or inside of it."""
     begun = [USER, {"role": "assistant", "content": "It "}]
     continued = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
     engine = ScriptedEngine()
@@ -106,9 +108,9 @@ def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipe
     assert inside.json()["tokens"] == list(engine.submits[0].prompt_ids)
 
 
-def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:
-    """The scripted turn has an added token where no template would write it; in a client's words the same text is
-    spelled in single bytes."""
+def test_returned_turn_is_counted_with_its_generated_ids(connect: Connect) -> None:
+    """The scripted turn contains an added token where templates don't write one; in a client's text it is encoded as
+    single bytes."""
     word = "</tool_response>"
     token = Tokenizer(byte_backend()).encode(word)
     engine = ScriptedEngine([TokensEvent(request_id="", token_ids=token, text=word), ended()])
@@ -162,7 +164,7 @@ def test_detokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> 
     refused(answer, field)
 
 
-def test_another_model_is_not_found(connect: Connect) -> None:
+def test_unknown_model_is_404(connect: Connect) -> None:
     paths = ["/tokenize", "/detokenize", "/v1/chat/completions/render"]
     bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"tokens": [1]}, {"messages": [USER]}]
     for response in post(
@@ -171,7 +173,7 @@ def test_another_model_is_not_found(connect: Connect) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_without_a_tokenizer_there_is_no_text(connect: Connect) -> None:
+def test_without_a_tokenizer_the_endpoints_refuse(connect: Connect) -> None:
     paths = [
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [1]}),
@@ -190,7 +192,7 @@ def info_of(connect: Connect, text: TextPipeline | None) -> httpx.Response:
     return asyncio.run(run())
 
 
-def test_what_the_checkpoint_says_of_its_tokenizer(connect: Connect, tmp_path: Path) -> None:
+def test_tokenizer_info_returns_the_checkpoints_settings(connect: Connect, tmp_path: Path) -> None:
     write_text_assets(tmp_path)
     end = {"content": "<|im_end|>", "special": True}
     config = {
@@ -209,13 +211,13 @@ def test_what_the_checkpoint_says_of_its_tokenizer(connect: Connect, tmp_path: P
     assert info_of(connect, TextPipeline.from_checkpoint(tokenizer, tmp_path)).json() == told
 
 
-def test_without_a_tokenizer_there_is_nothing_to_say_of_it(connect: Connect) -> None:
+def test_tokenizer_info_is_404_without_a_tokenizer(connect: Connect) -> None:
     answer = info_of(connect, None)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_tokenizer")
     assert answer.json()["error"]["message"] == "this checkpoint has no tokenizer"
 
 
-def test_a_template_in_place_of_the_checkpoints_own(connect: Connect, tmp_path: Path) -> None:
+def test_chat_template_file_replaces_the_checkpoints_own(connect: Connect, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(
         "{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}"
@@ -229,7 +231,7 @@ def test_a_template_in_place_of_the_checkpoints_own(connect: Connect, tmp_path: 
     assert info_of(connect, text).json()["chat_template"] == file.read_text()
 
 
-def test_templates_that_can_not_be_used(tmp_path: Path) -> None:
+def test_invalid_chat_template_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{% for %}")
     with pytest.raises(CheckpointError, match=r"own\.jinja: not a valid chat template"):

@@ -25,17 +25,13 @@ def client(app: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process")
 
 
-def test_the_app_sees_the_request_and_the_caller_the_answer() -> None:
+def test_request_reaches_the_app_and_answer_reaches_the_caller() -> None:
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]
         headers = dict(scope["headers"])
         await send(START | {"status": 201})
-        await send(
-            part(
-                f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {headers[b'x-a'].decode()} {body.decode()}".encode(),
-                more=False,
-            )
-        )
+        target = f"{scope['path']}?{scope['query_string'].decode()}"
+        await send(part(f"{scope['method']} {target} {headers[b'x-a'].decode()} {body.decode()}".encode(), more=False))
         assert (await receive())["type"] == "http.disconnect"
 
     async def run() -> None:
@@ -48,7 +44,7 @@ def test_the_app_sees_the_request_and_the_caller_the_answer() -> None:
     asyncio.run(run())
 
 
-def test_a_part_arrives_before_the_next_one_is_made() -> None:
+def test_part_arrives_before_the_next_one_is_sent() -> None:
     async def run() -> None:
         go_on = asyncio.Event()
 
@@ -68,7 +64,7 @@ def test_a_part_arrives_before_the_next_one_is_made() -> None:
     asyncio.run(run())
 
 
-def test_closing_early_is_a_disconnect_that_the_close_waits_for() -> None:
+def test_early_close_disconnects_and_waits_for_the_app() -> None:
     async def run() -> None:
         seen: list[str] = []
 
@@ -89,7 +85,7 @@ def test_closing_early_is_a_disconnect_that_the_close_waits_for() -> None:
     asyncio.run(run())
 
 
-def test_cancelling_the_caller_is_a_disconnect_too() -> None:
+def test_cancelled_caller_disconnects() -> None:
     async def run() -> None:
         waiting = asyncio.Event()
         seen: list[str] = []
@@ -110,7 +106,7 @@ def test_cancelling_the_caller_is_a_disconnect_too() -> None:
     asyncio.run(run())
 
 
-def test_errors_of_the_app_are_raised_where_the_caller_waits() -> None:
+def test_app_errors_are_raised_in_the_caller() -> None:
     async def at_once(scope: Any, receive: Receive, send: Send) -> None:
         raise ValueError("at once")
 

@@ -1,5 +1,5 @@
-"""Fields that nobody knows are left out, and said so: to the client, in the log and in /metrics. And docs/api.md says
-what the tables say."""
+"""Unknown fields are left out and reported: to the client, in the log and in /metrics. And docs/api.md agrees with the
+tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"model": INFO.model_id, "messages": [{"role": "user", "c
 def post(
     connect: Connect, *bodies: dict[str, Any], path: str = "/v1/chat/completions", **options: Any
 ) -> tuple[list[httpx.Response], str]:
-    """The answers, and what /metrics says then."""
+    """The answers, and /metrics afterwards."""
 
     async def run() -> tuple[list[httpx.Response], str]:
         async with connect(ScriptedEngine([*said("well"), ended()]), **options) as client:
@@ -33,7 +33,7 @@ def post(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_says_what_was_left_out(connect: Connect, stream: bool) -> None:
+def test_ignored_fields_header_lists_unknown_fields(connect: Connect, stream: bool) -> None:
     (plain, odd), metrics = post(
         connect, {**CHAT, "stream": stream}, {**CHAT, "stream": stream, "colour": "red", "mood": None}
     )
@@ -53,35 +53,35 @@ def test_an_answer_says_what_was_left_out(connect: Connect, stream: bool) -> Non
         ("/tokenize", {"prompt": "x"}),
     ],
 )
-def test_every_endpoint_says_so(connect: Connect, path: str, body: dict[str, Any]) -> None:
+def test_every_endpoint_reports_unknown_fields(connect: Connect, path: str, body: dict[str, Any]) -> None:
     (answer,), _ = post(connect, {**body, "colour": "red"}, path=path)
     assert (answer.status_code, answer.headers[HEADER]) == (200, "colour"), answer.text
 
 
-def test_strict_servers_refuse_it(connect: Connect) -> None:
+def test_strict_server_refuses_unknown_fields(connect: Connect) -> None:
     (answer,), _ = post(connect, {**CHAT, "colour": "red"}, strict_fields=True)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "colour")
 
 
-def test_the_log_names_a_field_once_for_each_client(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_a_field_once_per_client(caplog: pytest.LogCaptureFixture) -> None:
     unknown = UnknownFields()
     with caplog.at_level(logging.WARNING, "agentspec"):
         for client in ("tool/1", "tool/2", "other/1"):
-            unknown.note(["colour"], path="/p", client=client)
+            unknown.note_fields(["colour"], path="/p", client=client)
     assert [record.args for record in caplog.records] == [("/p", "colour", "tool"), ("/p", "colour", "other")]
     assert unknown.counts == {"colour": 3}
 
 
-def test_names_that_clients_invent_stay_few_and_harmless() -> None:
+def test_unknown_names_are_bounded_and_sanitized() -> None:
     unknown = UnknownFields()
-    assert unknown.note(["a\r\nset-cookie: b", "x" * 65, "é"], path="/p", client="") == OTHER
+    assert unknown.note_fields(["a\r\nset-cookie: b", "x" * 65, "é"], path="/p", client="") == OTHER
     for number in range(200):
-        unknown.note([f"field{number}"], path="/p", client=f"client{number}")
+        unknown.note_fields([f"field{number}"], path="/p", client=f"client{number}")
     assert len(unknown.counts) <= 65
     assert sum(unknown.counts.values()) == 201
-    assert unknown.note([f"n{number}" for number in range(99)], path="/p", client="").count(",") == 15
+    assert unknown.note_fields([f"n{number}" for number in range(99)], path="/p", client="").count(",") == 15
 
 
-def test_the_page_says_what_the_tables_say() -> None:
+def test_api_document_matches_the_tables() -> None:
     page = field_docs.PAGE.read_text(encoding="utf-8")
     assert page == field_docs.printed(page), "run python -m scripts.field_docs"

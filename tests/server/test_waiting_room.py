@@ -1,4 +1,4 @@
-"""A server before its engine is loaded: 503 that says what the start is at, in the shape of each API, then the real
+"""A server before its engine is loaded: 503 with the stage of the start, in the shape of each API, then the real
 app."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentspec.server.waiting_room import WaitingRoom
 from tests.fakes.engine_client import ScriptedEngine
 
 
-def test_until_there_is_an_app_every_answer_is_503() -> None:
+def test_answers_are_503_until_the_app_is_set() -> None:
     async def run() -> None:
         room = WaitingRoom(lambda: "compiling kernels (3 of 134)", lambda: 4.21)
         async with httpx.AsyncClient(

@@ -1,8 +1,6 @@
-"""What clients of all kinds send beside what the APIs document, through the app: the prompt that it makes, what of it
-is noted, what is refused.
+"""Undocumented input of all kinds of clients, through the app: the resulting prompt, the notes, and the refusals.
 
-Each case stands for a client that was seen to send it. Forms that need more than one request are tested where their
-endpoint is.
+Each case was seen from a client. Cases with more than one request are tested with their endpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Body = dict[str, Any]
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNTING = {CHAT: "/tokenize", RESPONSES: "/v1/responses/input_tokens", MESSAGES: "/v1/messages/count_tokens"}
-"""Where the prompt of such a body is counted without being run."""
+"""Where the prompt of such a body is counted without generation."""
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 CALLED = {"name": "f", "arguments": '{"a": "b"}'}
@@ -226,7 +224,7 @@ SAME: list[tuple[str, Body, Body]] = [
         },
     ),
 ]
-"""By path: two bodies that make the same prompt, of which nothing is noted."""
+"""By path: two bodies with the same prompt and without notes."""
 
 ASKS_LATER = [
     user(),
@@ -257,7 +255,7 @@ NOTED: list[tuple[str, Body, str]] = [
     ),
     (MESSAGES, {"messages": [user([text("q"), PDF])]}, "messages[document]"),
 ]
-"""Taken, and named in the header; refused by strict servers."""
+"""Accepted, and named in the header; refused by strict servers."""
 
 REFUSED: list[tuple[str, Body, str]] = [
     (CHAT, {"messages": [user()], "n": 129}, "n"),
@@ -292,7 +290,7 @@ REFUSED: list[tuple[str, Body, str]] = [
     ),
     (MESSAGES, {"messages": [user(), assistant([USE])]}, "messages[1].role"),
 ]
-"""What would change the answer, by the name of the field."""
+"""Fields that would change the answer, by name."""
 
 
 def fields_of(path: str) -> Body:
@@ -311,7 +309,7 @@ def post(connect: Connect, engine: ScriptedEngine, *asked: tuple[str, Body], **s
 
 
 @pytest.mark.parametrize(("path", "plain", "sent"), SAME)
-def test_it_means_the_same(connect: Connect, path: str, plain: Body, sent: Body) -> None:
+def test_both_forms_make_the_same_prompt(connect: Connect, path: str, plain: Body, sent: Body) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
     asked = [(f"{path}?beta=true" if path == MESSAGES else path, fields_of(path) | body) for body in (plain, sent)]
     for answer in post(connect, engine, *asked):
@@ -322,7 +320,7 @@ def test_it_means_the_same(connect: Connect, path: str, plain: Body, sent: Body)
 
 
 @pytest.mark.parametrize(("path", "plain", "sent"), SAME)
-def test_it_counts_the_same(connect: Connect, path: str, plain: Body, sent: Body) -> None:
+def test_both_forms_have_the_same_count(connect: Connect, path: str, plain: Body, sent: Body) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
     counted = {name: value for name, value in sent.items() if path != CHAT or name in ("messages", "tools")}
     count, answer = post(
@@ -339,9 +337,8 @@ def test_it_counts_the_same(connect: Connect, path: str, plain: Body, sent: Body
     ("path", "body"),
     [(CHAT, {"messages": ASKS_LATER}), (MESSAGES, {"messages": ASKS_LATER}), (RESPONSES, {"input": ASKS_LATER})],
 )
-def test_system_messages_may_stand_anywhere(connect: Connect, pipeline: TextPipeline, path: str, body: Body) -> None:
-    """This template writes them where they stand; what becomes of them elsewhere is
-    tests/text/test_system_messages.py's business."""
+def test_system_messages_are_accepted_anywhere(connect: Connect, pipeline: TextPipeline, path: str, body: Body) -> None:
+    """This template renders them in place; other templates are tested in tests/text/test_system_messages.py."""
     engine = ScriptedEngine()
     (answer,) = post(connect, engine, (path, fields_of(path) | body))
     assert answer.status_code == 200, answer.text
@@ -351,7 +348,7 @@ def test_system_messages_may_stand_anywhere(connect: Connect, pipeline: TextPipe
 
 
 @pytest.mark.parametrize(("path", "body", "name"), NOTED)
-def test_what_is_left_out_is_named(connect: Connect, path: str, body: Body, name: str) -> None:
+def test_left_out_fields_are_named_in_the_header(connect: Connect, path: str, body: Body, name: str) -> None:
     count = [(COUNTING[path], {"model": INFO.model_id} | body)]
     for answer in post(connect, ScriptedEngine(), (path, fields_of(path) | body), *count):
         assert (answer.status_code, answer.headers[HEADER]) == (200, name), answer.text
@@ -360,7 +357,9 @@ def test_what_is_left_out_is_named(connect: Connect, path: str, body: Body, name
 
 
 @pytest.mark.parametrize(("path", "body", "field"), REFUSED)
-def test_what_would_change_the_answer_is_refused_by_name(connect: Connect, path: str, body: Body, field: str) -> None:
+def test_fields_that_would_change_the_answer_are_refused_by_name(
+    connect: Connect, path: str, body: Body, field: str
+) -> None:
     engine = ScriptedEngine()
     (answer,) = post(connect, engine, (path, fields_of(path) | body))
     assert answer.status_code == (404 if "item_reference" in json.dumps(body) else 400), answer.text

@@ -1,2 +1,2 @@
-"""What each field of each endpoint's body is to this server: the tables that bodies are read by, and that docs/api.md
-is printed from."""
+"""How each field of each endpoint's body is treated. Bodies are parsed by these tables, and docs/api.md is generated
+from them."""

@@ -1,4 +1,4 @@
-"""The fields of /v1/responses, and of its input_tokens. Words are Markdown, for docs/api.md."""
+"""The fields of /v1/responses, and of its input_tokens. Descriptions are Markdown, for docs/api.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from agentspec.server.tables.shared import SAMPLING
 
 RESPONSES: FieldTable = {
     "model": works(
-        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"
+        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of "
+        "`--served-model-name`"
     ),
     "input": works(
-        "required. A text, or items: `message` (`input_text`, `output_text` and `refusal` parts), `reasoning`, calls and their results, "
-        "`item_reference`, [see below](#items). "
-        "Images are refused, or told of in words ([`--images`](#the-server)). What else an item or a part carries is left out"
+        "required. A text, or items: `message` (`input_text`, `output_text` and `refusal` parts), `reasoning`, calls "
+        "and their results, `item_reference`, [see below](#items). Images are refused, or told of in words "
+        "([`--images`](#the-server)). What else an item or a part carries is left out"
     ),
     "instructions": works(
         "stands before the conversation, like a system message. It isn't carried over by `previous_response_id`"
@@ -25,21 +26,24 @@ RESPONSES: FieldTable = {
     "stream_options": works("`include_obfuscation` is taken as false"),
     "max_output_tokens": works("at least 1; up to the context by default; [clamped](#limits-beyond-the-context) to it"),
     "tools": works(
-        "`function`, `custom` and `namespace`; hosted ones are left out, and the answer says so, [see below](#tools-of-responses)"
+        "`function`, `custom` and `namespace`; hosted ones are left out, and the answer says so, [see "
+        "below](#tools-of-responses)"
     ),
     "tool_choice": works(
         "`auto`, `none`, `required`, a `function` or `custom` tool, `allowed_tools`. A hosted tool is refused"
     ),
     "parallel_tool_calls": works("true by default; false: one call at most"),
     "text": works(
-        "`format`: `text`, `json_object`, `json_schema`, which is held to whatever its `strict` says. `verbosity` has no effect"
+        "`format`: `text`, `json_object`, `json_schema`, which is held to whatever its `strict` says. `verbosity` has "
+        "no effect"
     ),
     "reasoning": works(
-        "`effort` is any text, as `reasoning_effort` in [chat](#chat). `summary` has no effect: reasoning items hold the reasoning itself"
+        "`effort` is any text, as `reasoning_effort` in [chat](#chat). `summary` has no effect: reasoning items hold "
+        "the reasoning itself"
     ),
     "include": works(
-        "`message.output_text.logprobs`; `reasoning.encrypted_content`, [see below](#items). What OpenAI's hosted tools would add is taken and adds "
-        "nothing; other values are left out, and the answer says so (`include.NAME`)"
+        "`message.output_text.logprobs`; `reasoning.encrypted_content`, [see below](#items). What OpenAI's hosted "
+        "tools would add is taken and adds nothing; other values are left out, and the answer says so (`include.NAME`)"
     ),
     "top_logprobs": works("0 to 20 likely tokens beside each, with `include`"),
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},

@@ -1,4 +1,4 @@
-"""Fields that more than one of OpenAI's endpoints has. Words are Markdown, for docs/api.md."""
+"""Fields of more than one of OpenAI's endpoints. Descriptions are Markdown, for docs/api.md."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ SAMPLING: FieldTable = {
     "frequency_penalty": works("-2 to 2, over generated tokens"),
     "repetition_penalty": works("(0, 10], default 1; over prompt and generated tokens"),
     "seed": works(
-        "0 to 2^63 - 1; the same seed gives the same tokens whatever runs beside it, up to [rounding](numerics.md#on-a-cuda-device)"
+        "0 to 2^63 - 1; the same seed gives the same tokens whatever runs beside it, up to "
+        "[rounding](numerics.md#on-a-cuda-device)"
     ),
 }
 
 GENERATION: FieldTable = {
     "model": works(
-        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"
+        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of "
+        "`--served-model-name`"
     ),
     "n": works("1 to 128 choices of each prompt. With a `seed`, choice i is drawn with `seed` + i"),
     "stream": works("server-sent events"),
     "stream_options": works(
-        "`include_usage` adds a last chunk with the usage; `continuous_usage_stats` (of vLLM's) has every chunk say how many tokens its choice has "
-        "so far, see [streams](#streams); `include_obfuscation` is taken as false"
+        "`include_usage` adds a last chunk with the usage; `continuous_usage_stats` (of vLLM's) has every chunk say "
+        "how many tokens its choice has so far, see [streams](#streams); `include_obfuscation` is taken as false"
     ),
     **SAMPLING,
     "logit_bias": works("token id to bias, -100 to 100"),
@@ -33,17 +35,16 @@ GENERATION: FieldTable = {
     "stop_token_ids": works("up to 16 ids beside the model's own"),
     "ignore_eos": works("go on behind the model's own stop ids"),
     "min_tokens": works(
-        "0 by default, up to `max_tokens`: no stop id and no stop string ends the answer before so many tokens (one that is complete with a later "
-        "token "
-        "does). A form that is complete before is refused half-way, by this name. Beside `ignore_eos` without `stop_token_ids` it costs nothing; "
-        "otherwise "
-        "such a request waits for the host between its steps up to there, as one with a form does. Refused where acceptance is forced, but beside "
+        "0 by default, up to `max_tokens`: no stop id and no stop string ends the answer before so many tokens (one "
+        "that is complete with a later token does). A form that is complete before is refused half-way, by this name. "
+        "Beside `ignore_eos` without `stop_token_ids` it costs nothing; otherwise such a request waits for the host "
+        "between its steps up to there, as one with a form does. Refused where acceptance is forced, but beside "
         "`ignore_eos`"
     ),
     "structured_outputs": works(
-        "one of `json` (a JSON schema, or its text), `regex`, `choice` (a list of texts), `grammar` (EBNF in xgrammar's notation, from the rule "
-        "`root`), "
-        "`json_object: true`: the answer is of this form, as vLLM's clients ask for it. One form a request"
+        "one of `json` (a JSON schema, or its text), `regex`, `choice` (a list of texts), `grammar` (EBNF in "
+        "xgrammar's notation, from the rule `root`), `json_object: true`: the answer is of this form, as vLLM's "
+        "clients ask for it. One form a request"
     ),
     "guided_json": works("`structured_outputs.json` by its older name"),
     "guided_regex": works("`structured_outputs.regex` by its older name"),
@@ -53,21 +54,22 @@ GENERATION: FieldTable = {
         'true: add the ids of prompt and answer, see below; `"output"`: those of the answer alone'
     ),
     "skip_special_tokens": works(
-        "of vLLM's: false has control tokens that are generated, such as those around turns, stand in the text, and in that of an echoed prompt. "
-        "The stop id that ends an answer is no part of its text either way. True by default. `<think>` and the tags of calls are no control tokens"
+        "of vLLM's: false has control tokens that are generated, such as those around turns, stand in the text, and in "
+        "that of an echoed prompt. The stop id that ends an answer is no part of its text either way. True by default. "
+        "`<think>` and the tags of calls are no control tokens"
     ),
     "forced_output": works(
-        "token ids, for benchmarks: the answer is these tokens, whatever the model says, after a full forward pass and with drafts accepted against "
-        "them. Stops and `max_tokens` end it as ever; behind its last token the answer is free. Only a server started with "
-        "`--allow-forced-output` takes "
-        "it, and not with a constrained answer"
+        "token ids, for benchmarks: the answer is these tokens, whatever the model says, after a full forward pass and "
+        "with drafts accepted against them. Stops and `max_tokens` end it as ever; behind its last token the answer is "
+        "free. Only a server started with `--allow-forced-output` takes it, and not with a constrained answer"
     ),
     "prompt_cache_key": works("names the session, if the header `x-session-id` doesn't"),
     "cache_salt": works(
-        "prefixes are shared only among requests with the same salt; with [keys](#keys) also of the same key or group alone"
+        "prefixes are shared only among requests with the same salt; with [keys](#keys) also of the same key or group "
+        "alone"
     ),
 }
-"""Of chat and completions."""
+"""Generation fields of chat and completions."""
 
 LABELS: FieldTable = {
     "user": accepted("a label"),
@@ -81,7 +83,7 @@ LABELS: FieldTable = {
     "prompt_cache_retention": accepted("what was used last stays longest"),
     "prediction": accepted("a hint for speed"),
 }
-"""Of chat and completions: what says nothing to this server."""
+"""Fields of chat and completions without effect on this server."""
 
 SERVERS: FieldTable = {
     "allowed_token_ids": refused("of vLLM's", []),

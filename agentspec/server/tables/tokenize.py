@@ -1,4 +1,4 @@
-"""The fields of /tokenize and /detokenize. Words are Markdown, for docs/api.md."""
+"""The fields of /tokenize and /detokenize. Descriptions are Markdown, for docs/api.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from agentspec.server.fields import FieldTable, refused, works
 TOKENIZE: FieldTable = {
     "prompt": works("a text, where there are no `messages`"),
     "messages": works(
-        "chat messages, where there is no `prompt`: the ids are those that chat would run, turns that were recognised included"
+        "chat messages, where there is no `prompt`: the ids are those that chat would run, turns that were recognised "
+        "included"
     ),
     "tools": works("with messages, as in chat"),
     "chat_template_kwargs": works("with messages, as in chat"),
