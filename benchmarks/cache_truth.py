@@ -123,7 +123,7 @@ def run_real(
 
     def on_submit(_: str, turn: RecordedTurn) -> None:
         nonlocal ideal_tokens
-        ideal_tokens += ideal.request(turn.prompt, turn.output)
+        ideal_tokens += ideal.match_and_insert(turn.prompt, turn.output)
 
     config = EngineConfig(
         draft_tokens=settings.num_drafted,

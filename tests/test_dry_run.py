@@ -53,7 +53,7 @@ def dry(
 
     def on_submit(asked: RecordedTurn) -> None:
         nonlocal held
-        held += ideal.request(asked.prompt, asked.output)
+        held += ideal.match_and_insert(asked.prompt, asked.output)
 
     asked_for = {"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings
     if memory is None:

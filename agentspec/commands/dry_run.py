@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
 
     def on_submit(turn: RecordedTurn) -> None:
         nonlocal ideal_tokens
-        ideal_tokens += ideal.request(turn.prompt, turn.output)
+        ideal_tokens += ideal.match_and_insert(turn.prompt, turn.output)
 
     lanes = options.lanes
     assert lanes is not None, "a dry run is a closed loop"

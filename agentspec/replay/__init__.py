@@ -1,5 +1,5 @@
-"""Replays agent sessions against any OpenAI server and measures them: the file format, the client and the report.
+"""Replay agent sessions against any OpenAI-compatible server and measure it: file format, client and report.
 
-Speaks HTTP only, through an `httpx.AsyncClient` that it is handed; it imports nothing of the engine (of agentspec only
-errors and types), so the same replay measures every server.
+The only interface to the server is HTTP, through an `httpx.AsyncClient` from the caller. Of agentspec it imports errors
+and types only, so that every server is measured in the same way.
 """

@@ -1,4 +1,4 @@
-"""Request bodies of one turn, from the file's fields and the options. Knows nothing of HTTP, streams or time.
+"""Build the request body of one turn from the file's fields and the options. Knows nothing of HTTP, streams or time.
 
 Precedence, weakest first: `meta.defaults`, the turn's `max_tokens`, the turn's `extra`, `--output length`.
 """
@@ -25,7 +25,8 @@ _CONSTRAINING = (
 def chat_body(
     *, messages: list[Message], tools: list[dict[str, Any]], fields: dict[str, Any], model: str
 ) -> dict[str, Any]:
-    """Body of /v1/chat/completions; the order of `tools` and of their keys is kept, since it is part of the prompt."""
+    """Return a body for /v1/chat/completions. The order of `tools` and of their keys is kept: it is part of the
+    prompt."""
     body: dict[str, Any] = {"model": model, "messages": messages}
     if tools:
         body["tools"] = tools
@@ -33,13 +34,13 @@ def chat_body(
 
 
 def completion_body(*, prompt_ids: array[int], fields: dict[str, Any], model: str) -> dict[str, Any]:
-    """Body of /v1/completions with a prompt of token ids."""
+    """Return a body for /v1/completions with a prompt of token ids."""
     return {"model": model, "prompt": prompt_ids.tolist()} | fields | _streaming()
 
 
 def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
-    """Body of /v1/completions at agentspec's server, with the recorded answer as its output. The file's sampling fields
-    have no place in it."""
+    """Return a body for agentspec's /v1/completions with the recorded answer as forced output. The file's sampling
+    fields are not used."""
     output = turn.output_ids.tolist()
     breakpoints = [{"offset": point.offset, "kind": point.kind.name.lower()} for point in turn.breakpoints]
     fields = {
@@ -53,14 +54,14 @@ def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
 
 
 def counting(body: dict[str, Any]) -> dict[str, Any]:
-    """A body that asks for the tokens so far in every chunk: one brings several where drafts are accepted, and none
-    where text is held back."""
+    """Request running usage in every chunk: with accepted drafts a chunk has several tokens, with held-back text
+    none."""
     return body | {"stream_options": body["stream_options"] | {"continuous_usage_stats": True}}
 
 
 def portable(body: dict[str, Any]) -> dict[str, Any]:
-    """A body that any server takes: many refuse a history whose calls have arguments that are no JSON object, so these
-    become `{}`."""
+    """Make a body acceptable to any server: call arguments in the history that are not a JSON object become `{}`, since
+    many servers reject them."""
     messages = body.get("messages", ())
     if all(is_object(call["function"]["arguments"]) for message in messages for call in message.get("tool_calls", ())):
         return body
@@ -78,10 +79,10 @@ def _with_objects(message: Message) -> Message:
 
 
 def turn_fields(turn: Turn, meta: Meta, *, fixed_length: bool) -> dict[str, Any]:
-    """The sampling fields of a turn. With `fixed_length` the answer gets exactly the recorded number of tokens.
+    """Return the sampling fields of a turn. With `fixed_length` the answer gets exactly the recorded number of tokens.
 
-    Raises ValueError when that number wasn't recorded, or when the answer is constrained and so can't be stretched to a
-    length."""
+    Raises ValueError when that number was not recorded, or when the answer is constrained, so that its length can't be
+    forced."""
     fields: dict[str, Any] = dict(meta.defaults)
     if turn.max_tokens is not None:
         fields["max_tokens"] = turn.max_tokens

@@ -1,7 +1,6 @@
-"""Sends one turn to an OpenAI server and stamps what comes back. Knows nothing of sessions, schedules or reports.
+"""Send one turn to an OpenAI server and timestamp the stream. Knows nothing of sessions, schedules or reports.
 
-The clock is the event loop's: `loop.time()` here, `asyncio.sleep` in the schedule; a test that replaces the loop
-replaces time.
+Uses the event loop's clock, as asyncio.sleep in the schedule does: a test that replaces the loop controls all time.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ COMPLETION_PATH = "v1/completions"
 
 
 class TargetError(AgentspecError):
-    """The server to measure can't be reached, or serves no model."""
+    """The server to measure can't be reached, refuses the key, or lists no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The server that is measured."""
+    """The server under test."""
 
     model: str
     url: str
     is_agentspec: bool
-    """Only agentspec's own server is asked for what OpenAI's API doesn't know (tokens so far in every chunk), or takes
-    any arguments in a history."""
+    """Only agentspec's own server supports running usage in every chunk, and any call arguments in the history."""
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
-    """Ask /v1/models who serves. A server without that page will do when the model's name is given.
+    """Identify the server by /v1/models. A server without this endpoint is accepted when `model` is given.
 
-    Raises TargetError when nobody answers, or when there is no name to ask for."""
+    Raises TargetError when the server can't be reached or refuses the key, or when no model name is known."""
     url = str(client.base_url).rstrip("/")
     try:
         response = await client.get("v1/models")
@@ -62,30 +60,30 @@ async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
 
 
 class TurnClient:
-    """Sends turns over the client that it is handed, whose base URL is the server's root (without /v1)."""
+    """Sends turns over an HTTP client whose base URL is the server's root (without /v1)."""
 
     def __init__(self, client: httpx.AsyncClient, target: Target, *, timeout: float, start: float) -> None:
         self._client = client
         self._target = target
         self._timeout = timeout
         self._start = start
-        """Time 0 of the run, on the loop's clock."""
+        """Start of the run on the loop's clock."""
 
     @property
     def model(self) -> str:
         return self._target.model
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the start of the run."""
         return asyncio.get_running_loop().time() - self._start
 
     async def send(self, path: str, body: dict[str, Any], record: TurnRecord) -> Reply | None:
-        """Send a turn and fill its record; the answer, or None when the turn failed (`record.error` says why)."""
+        """Send a turn and fill its record. Returns the answer, or None when the turn failed (`record.error` has the
+        reason)."""
         body = counting(body) if self._target.is_agentspec else portable(body)
         reply = Reply(counts_so_far=self._target.is_agentspec)
-        content = msgspec.json.encode(
-            body
-        )  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
+        # Faster than httpx's `json`, which takes milliseconds for a long prompt of ids and blocks all other streams.
+        content = msgspec.json.encode(body)
         record.sent = self.now()
         try:
             async with asyncio.timeout(self._timeout):
@@ -115,7 +113,7 @@ class TurnClient:
                 raise ServerError(f"{response.status_code}: {_refusal(await response.aread())}")
             async for event in read_events(response.aiter_bytes()):
                 try:
-                    num_tokens = reply.add(event)
+                    num_tokens = reply.add_event(event)
                 except (KeyError, TypeError, AttributeError, IndexError) as error:
                     raise ServerError(
                         f"the stream holds an event of an unknown shape ({error!r}): {json.dumps(event)[:200]}"
@@ -127,7 +125,7 @@ class TurnClient:
 
 
 def describe(error: httpx.HTTPError) -> str:
-    """An error of httpx with its kind: many of them have no text of their own."""
+    """Describe an httpx error with its type, since many have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

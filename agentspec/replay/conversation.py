@@ -1,8 +1,8 @@
-"""The client's side of one session: which messages the next request holds, and whose answers stand between them.
+"""The client side of one recorded session: the messages of each request.
 
-With recorded history every prompt is known beforehand. With live history the model's own answers go back, so the
-recorded tool results must be given the ids of the calls that the model made; where it made none that fit, the recorded
-answer takes its place and the turn counts as diverged. Pure: knows nothing of HTTP or time.
+With recorded history every prompt is known in advance. With live history the model's own answers are sent back: the
+recorded tool results get the ids of the model's calls. When these calls don't match the results, the recorded answer is
+used instead and the turn counts as diverged. Pure: knows nothing of HTTP or time.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ Message = dict[str, Any]
 
 
 class ConversationError(AgentspecError):
-    """The session can't go on: the live answer doesn't fit what comes next, and no recorded answer can stand in."""
+    """The live answer doesn't match the recorded tool results, and no recorded answer can replace it."""
 
 
 class Conversation:
-    """Messages of one session so far. `prompt(turn)` before each request, `answer(turn, message)` after it."""
+    """The messages of one session so far. Call `prompt(turn)` before each request, and `add_answer(turn, message)`
+    after it."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._pending: tuple[Turn, Message, bool] | None = None
-        """The last turn, the model's answer to it, and whether history is live: whether the answer goes back depends on
-        the turn that follows."""
+        """(last turn, the model's answer, whether history is live). The next turn decides which answer is sent back."""
 
     def fork(self) -> Conversation:
-        """Another one that goes on from here."""
+        """Return a copy that continues independently."""
         other = Conversation()
         other._messages, other._pending = list(self._messages), self._pending
         return other
 
     def prompt(self, turn: Turn) -> tuple[list[Message], bool]:
-        """All messages of this turn's request, and whether the answer before it had to be replaced by the recorded one.
+        """Return all messages of this turn's request, and whether the previous answer had to be replaced by the
+        recorded one.
 
-        Raises ConversationError when no answer fits."""
+        Raises ConversationError when neither answer matches the tool results."""
         assert turn.messages is not None
         diverged = False
         new = turn.messages
+        ids: dict[int, str] = {}
         if self._pending is not None:
             before, answer, live = self._pending
             recorded = before.recorded_message
-            ids: dict[int, str] = {}
             if not live:
                 assert recorded is not None
                 answer = recorded_message(recorded)
@@ -58,26 +59,24 @@ class Conversation:
             else:
                 num_results = sum(message.role == "tool" for message in new)
                 raise ConversationError(
-                    f"the model made {len(answer.get('tool_calls', []))} usable tool calls where {num_results} results follow, "
-                    "and the turn has no recorded answer to fall back on"
+                    f"the model made {len(answer.get('tool_calls', []))} usable tool calls where {num_results} results "
+                    "follow, and the turn has no recorded answer to fall back on"
                 )
             self._messages.append(answer)
-            self._messages += [input_message(message, ids.get(index)) for index, message in enumerate(new)]
-        else:
-            self._messages += [input_message(message, None) for message in new]
+        self._messages += [input_message(message, ids.get(index)) for index, message in enumerate(new)]
         return list(self._messages), diverged
 
-    def answer(self, turn: Turn, message: Message, *, live: bool) -> None:
-        """The model's answer to the last prompt, as an assistant message. `live`: it is what goes back, not the
+    def add_answer(self, turn: Turn, message: Message, *, live: bool) -> None:
+        """Add the model's answer to the last prompt, as an assistant message. `live`: send it back in place of the
         recorded one."""
         self._pending = (turn, message, live)
 
 
 def keeps_live_history(session: Session, history: str, num_answers: int) -> bool:
-    """Whether a session is replayed with live history, where later prompts hold the answers to its first `num_answers`
+    """Whether a session is replayed with live history. Later prompts contain the answers to its first `num_answers`
     turns.
 
-    Raises ValueError when recorded history is asked for and an answer that a later turn needs wasn't recorded."""
+    Raises ValueError when `history` is "recorded" and one of these answers was not recorded."""
     if history == "live":
         return True
     for index, turn in enumerate(session.turns[:num_answers]):
@@ -85,13 +84,14 @@ def keeps_live_history(session: Session, history: str, num_answers: int) -> bool
             if history == "auto":
                 return True
             raise ValueError(
-                f"session {session.session_id!r}: turns[{index}].expect.message is missing, and history is to be recorded"
+                f"session {session.session_id!r}: turns[{index}].expect.message is missing, "
+                "and history is to be recorded"
             )
     return False
 
 
 def recorded_message(message: AssistantMessage) -> Message:
-    """A recorded answer as a request holds it."""
+    """Convert a recorded answer to a request message."""
     body: Message = {"role": "assistant", "content": message.content}
     if message.reasoning_content is not None:
         body["reasoning_content"] = message.reasoning_content
@@ -108,7 +108,7 @@ def recorded_message(message: AssistantMessage) -> Message:
 
 
 def input_message(message: InputMessage, call_id: str | None) -> Message:
-    """A client's message as a request holds it; `call_id` takes the place of the recorded one."""
+    """Convert a client's message to a request message; `call_id` replaces the recorded id."""
     body: Message = msgspec.to_builtins(message)
     if call_id is not None:
         body["tool_call_id"] = call_id
@@ -116,11 +116,9 @@ def input_message(message: InputMessage, call_id: str | None) -> Message:
 
 
 def _live_ids(answer: Message, new: list[InputMessage], recorded: AssistantMessage | None) -> dict[int, str] | None:
-    """Call ids for the tool messages among `new`, by index; None when the live answer and the recorded results don't
-    fit.
+    """Return the live call ids for the tool messages among `new`, by index; None when they don't match.
 
-    The n-th live call takes the place of the n-th recorded one. Results without a recorded call belong to the calls in
-    their order."""
+    The n-th live call replaces the n-th recorded one. Results without recorded calls are matched by position."""
     calls = answer.get("tool_calls", [])
     results = [index for index, message in enumerate(new) if message.role == "tool"]
     if len(calls) != len(results) or not all(is_object(call["function"]["arguments"]) for call in calls):
@@ -140,11 +138,11 @@ def is_object(arguments: str) -> bool:
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments; None when they are no JSON object, or one that no prompt can hold."""
+    """Parse call arguments; None when they are not a JSON object, or contain a lone surrogate."""
     try:
         value = json.loads(arguments)
         if "\\u" in arguments:
-            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+            json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

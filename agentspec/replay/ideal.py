@@ -1,8 +1,6 @@
-"""The best hit share that any prefix cache could reach on a list of requests: nothing is ever evicted, and every token
-can be resumed from.
+"""An upper bound on the hit share of any prefix cache: nothing is evicted, and a prompt can be resumed at every token.
 
-Knows token sequences only. An engine's cache is judged against this number for the same tokens (agentspec's own
---dry-run prints both).
+Knows token sequences only. `--dry-run` prints it next to the hit share of agentspec's own cache.
 """
 
 from __future__ import annotations
@@ -16,28 +14,27 @@ _BLOCK_BYTES = BLOCK_TOKENS * array("i").itemsize
 
 
 class _Node:
-    """What followed one run of whole blocks. Keys are the bytes of a block's tokens."""
+    """A node of a radix tree over whole blocks. Keys are the bytes of a block's tokens."""
 
     __slots__ = ("children", "ordered")
 
     def __init__(self) -> None:
         self.children: dict[bytes, _Node] = {}
         self.ordered: list[bytes] = []
-        """The children's keys and the partial blocks that ended here, sorted: the longest common prefix of a new key is
-        with a neighbour."""
+        """Sorted keys of the children and partial blocks that end here: a new key has its longest common prefix with a
+        neighbour."""
 
 
 class IdealPrefix:
-    """Longest common prefixes with everything seen before, at token granularity."""
+    """Longest common prefixes with all earlier sequences, at token granularity."""
 
     def __init__(self) -> None:
         self._root = _Node()
 
-    def request(self, prompt: array[int], output: array[int]) -> int:
-        """Tokens of `prompt` that an ideal cache holds: its longest common prefix with any earlier prompt + output, at
-        most len(prompt) - 1.
+    def match_and_insert(self, prompt: array[int], output: array[int]) -> int:
+        """Return the number of tokens of `prompt` that an ideal cache holds, then insert prompt + output.
 
-        Prompt and output are then remembered."""
+        It is the longest common prefix with any earlier prompt + output, at most len(prompt) - 1."""
         data = prompt.tobytes()
         node, offset = self._descend(data)
         hit = offset + _longest_common(node.ordered, data[offset : offset + _BLOCK_BYTES])
@@ -45,7 +42,7 @@ class IdealPrefix:
         return min(hit // prompt.itemsize, len(prompt) - 1)
 
     def _descend(self, data: bytes) -> tuple[_Node, int]:
-        """The deepest node on the path of `data`, and the bytes of whole blocks that lead to it."""
+        """Return the deepest node on the path of `data`, and its offset in bytes."""
         node, offset = self._root, 0
         while offset + _BLOCK_BYTES <= len(data):
             child = node.children.get(data[offset : offset + _BLOCK_BYTES])
@@ -55,7 +52,7 @@ class IdealPrefix:
         return node, offset
 
     def _insert(self, node: _Node, data: bytes, offset: int) -> None:
-        """Remember `data`, of which the first `offset` bytes lead to `node`."""
+        """Insert `data`, whose first `offset` bytes lead to `node`."""
         while offset + _BLOCK_BYTES <= len(data):
             key = data[offset : offset + _BLOCK_BYTES]
             child = node.children.get(key)
@@ -68,7 +65,7 @@ class IdealPrefix:
 
 
 def _longest_common(ordered: list[bytes], key: bytes) -> int:
-    """Bytes that `key` shares with the entry of a sorted list that shares most."""
+    """Return the longest common prefix of `key` with an entry of a sorted list, in bytes."""
     place = bisect_left(ordered, key)
     return max((_common(entry, key) for entry in ordered[max(0, place - 1) : place + 1]), default=0)
 

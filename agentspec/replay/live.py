@@ -1,7 +1,7 @@
-"""The client's side of one session with a world: executes the calls that the model makes, holds the messages, and
-judges each turn of the user.
+"""The client side of one session with a world: executes the model's calls, keeps the messages, and judges each user
+turn.
 
-Pure: knows nothing of HTTP or time. run.py asks and waits.
+Pure: knows nothing of HTTP or time, which run.py handles.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from agentspec.replay.simulator import Simulator, Tables
 from agentspec.replay.world import World
 
 _CALL_MARKS = ("<tool_call>", "<function=")
-"""In an answer's text they are a call that the server could not read."""
+"""In an answer's text they mark a call that the server could not parse."""
 
 
 class LiveSession:
-    """`begin()` at each turn of the user, then `prompt()` and `take(...)` around each request, for as long as `take`
-    asks for one more."""
+    """Call `begin_turn()` at each user turn, then `prompt()` and `add_answer(...)` around each request while it returns
+    True."""
 
     def __init__(self, turns: list[Turn], world: World, tools: list[dict[str, Any]]) -> None:
-        """`turns` are those that will be replayed."""
+        """`turns`: those that will be replayed."""
         self.outcome = SessionOutcome(turns=[UserTurn(has_goal=turn.goal is not None) for turn in turns])
         for entry in self.outcome.turns:
             if entry.has_goal:
@@ -34,19 +34,19 @@ class LiveSession:
         self._before: Tables = {}
         self._messages: list[Message] = []
 
-    def begin(self) -> None:
-        """The next turn of the user begins."""
+    def begin_turn(self) -> None:
+        """Begin the next user turn."""
         self._place += 1
         self._before = self._simulator.snapshot()
         self._messages += [input_message(message, None) for message in self._turn.messages or []]
 
     def prompt(self) -> list[Message]:
-        """All messages of the next request."""
+        """Return all messages of the next request."""
         return list(self._messages)
 
-    def take(self, message: Message, finish_reason: str | None) -> bool:
-        """The answer to the last prompt, as an assistant message. True: its calls have been executed, and their results
-        are the next request."""
+    def add_answer(self, message: Message, finish_reason: str | None) -> bool:
+        """Add the answer to the last prompt, an assistant message, and execute its calls. Returns whether another
+        request follows, with their results."""
         entry = self._entry
         entry.num_requests += 1
         entry.answer = str(message.get("content") or "")
@@ -55,7 +55,7 @@ class LiveSession:
         if is_unread:
             entry.calls.append(_unread(entry.answer))
         if finish_reason == "length":
-            self._take_cut(message)
+            self._add_truncated(message)
             return False
         calls = message.get("tool_calls", [])
         self._messages.append(message)
@@ -77,7 +77,7 @@ class LiveSession:
         return False
 
     def fail(self, error: str) -> None:
-        """The last request failed, and with it the session."""
+        """Record that the last request failed, and with it the session."""
         self._entry.num_requests += 1
         self._end("failed", f"the request failed: {error}")
 
@@ -89,9 +89,9 @@ class LiveSession:
     def _entry(self) -> UserTurn:
         return self.outcome.turns[self._place]
 
-    def _take_cut(self, message: Message) -> None:
-        """An answer that max_tokens cut off. Its calls are judged and not executed; they leave the history, since calls
-        there need results."""
+    def _add_truncated(self, message: Message) -> None:
+        """Add an answer that max_tokens truncated. Its calls are judged but not executed, and are removed from the
+        history, where calls need results."""
         for call in message.get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             kind, problem = self._simulator.problem(name, arguments) or (None, None)
@@ -103,7 +103,7 @@ class LiveSession:
         self._end("cut", "the answer was cut off at max_tokens")
 
     def _end(self, ending: Ending, reason: str | None) -> None:
-        """`reason`: why the turn has no answer in words; None when it may have one."""
+        """End the user turn. `reason`: why it has no text answer; None when it may have one."""
         entry, goal = self._entry, self._turn.goal
         entry.ending = ending
         if goal is None:

@@ -1,8 +1,8 @@
-"""What is measured: one record a request, and the summary of a run. Pure arithmetic; knows nothing of HTTP, files or
-output formats.
+"""Measurements: one record per request, and the summary of a run. Pure arithmetic; knows nothing of HTTP, files or
+formats.
 
-Times are seconds on the run's clock, which starts at 0 with the replay. What a server did not report is None and stays
-out of every sum.
+Times are seconds on the run's clock, which starts at 0. A value that the server did not report is None and is excluded
+from every sum.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from agentspec.replay.reply import Speculation
 
 @dataclass(kw_only=True, slots=True)
 class TurnRecord:
-    """One request as the client saw it."""
+    """One request as seen by the client."""
 
     session_id: str
     turn: int
-    """Requests of the session before this one."""
+    """Number of earlier requests of the session."""
     delay_kind: str
     due: float
-    """When it was to be sent: the end of the turn before plus the recorded wait, or the session's arrival."""
+    """Scheduled time: the end of the previous turn plus the recorded wait, or the session's arrival."""
     sent: float
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't count them in its
-    chunks."""
+    """(time, tokens) of each stream event with output. Counts as 1 token when the server doesn't report tokens per
+    chunk."""
     end: float = 0.0
-    """Last token; of a failed turn, when it failed."""
+    """Time of the last token; for a failed turn, of the failure."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -41,16 +41,16 @@ class TurnRecord:
     speculation: Speculation | None = None
     forced_acceptance: bool = False
     user_turn: int | None = None
-    """Of a session with a world: the turn of the user that the request belongs to, from 0."""
+    """In a session with a world: index of the user turn, from 0."""
     diverged: bool = False
-    """The answer before it was replaced by the recorded one, because its tool calls did not fit."""
+    """Whether the previous answer was replaced by the recorded one, because its tool calls did not match."""
     is_warmup: bool = False
-    """Sent before the measurement began. Only a failed one is kept."""
+    """Whether it was sent during warm-up. Only failed warm-up requests are kept."""
     error: str | None = None
 
     @property
     def lag(self) -> float:
-        """Seconds sent after it was due."""
+        """Seconds between due time and sending."""
         return max(0.0, self.sent - self.due)
 
     @property
@@ -64,7 +64,7 @@ class TurnRecord:
 
     @property
     def time_per_token(self) -> float | None:
-        """Mean seconds between tokens after the first event; None for an answer that came in one piece."""
+        """Mean seconds between tokens after the first event; None for an answer in a single event."""
         if len(self.tokens) < 2:
             return None
         first_time, num_first = self.tokens[0]
@@ -73,12 +73,12 @@ class TurnRecord:
 
     @property
     def normalized_latency(self) -> float | None:
-        """Seconds of the whole turn for each of its output tokens."""
+        """Turn time per output token, in seconds."""
         return self.latency / self.completion_tokens if self.completion_tokens else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the events of the stream: what a reader waits for."""
+        """Seconds between consecutive stream events."""
         times = [time for time, _ in self.tokens]
         return [after - before for before, after in pairwise(times)]
 
@@ -86,31 +86,24 @@ class TurnRecord:
     def longest_gap(self) -> float | None:
         return max(self.gaps, default=None)
 
-    @property
-    def hit_share(self) -> float | None:
-        if self.cached_tokens is None or not self.prompt_tokens:
-            return None
-        return self.cached_tokens / self.prompt_tokens
-
 
 @dataclass(kw_only=True, slots=True)
 class SessionRecord:
     session_id: str
     group: str | None
     num_planned: int
-    """Turns that were to be replayed. A session with a world has one for each turn of the user, and one more for each
-    further request."""
+    """Number of planned turns. In a session with a world: one per user turn, plus one for each further request."""
     turns: list[TurnRecord] = field(default_factory=list)
     error: str | None = None
-    """Why the session ended before its last turn."""
+    """Why the session ended early."""
     outcome: SessionOutcome | None = None
-    """Of a session with a world."""
+    """Of a session with a world; None for others."""
     parent: str | None = None
-    """Of a subagent: the session that starts it."""
+    """Of a subagent: id of the session that starts it."""
     num_warmup: int = 0
-    """Warm-up requests, which are neither among `turns` nor planned."""
+    """Number of warm-up requests, which are in neither `turns` nor `num_planned`."""
     last_end: float = 0.0
-    """When its last request ended, warm-up or not."""
+    """When its last request ended, including warm-up."""
 
     @property
     def hit_share(self) -> float | None:
@@ -119,8 +112,8 @@ class SessionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Of a list of seconds; None throughout when it is empty. Percentiles are interpolated linearly between the closest
-    ranks."""
+    """Statistics of a list of seconds; all None when it is empty. Percentiles are interpolated linearly between the
+    closest ranks."""
 
     count: int
     mean: float | None
@@ -140,7 +133,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
-    """Prompt tokens that a prefix cache served, over the turns that report them."""
+    """Prompt tokens served by a prefix cache, over the turns that report them."""
 
     num_turns: int
     prompt_tokens: int
@@ -166,7 +159,7 @@ def hits(turns: Iterable[TurnRecord]) -> Hits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnColumn:
-    """All turns that stand at the same place in their sessions."""
+    """All turns with the same index in their sessions."""
 
     turn: int
     time_to_first_token: Distribution
@@ -176,19 +169,19 @@ class TurnColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A whole run. Failed turns count as failures and stay out of everything else."""
+    """Summary of a run. Failed turns are counted as failures only."""
 
     num_sessions: int
     num_subagents: int
-    """Those of the sessions that have a parent."""
+    """Number of sessions with a parent."""
     num_failed_sessions: int
     num_planned_turns: int
     num_turns: int
-    """Turns that were answered."""
+    """Number of answered turns."""
     num_failed_turns: int
     num_diverged: int
     errors: list[tuple[str, int]]
-    """(reason, sessions that it ended), most frequent first."""
+    """(reason, number of sessions that it ended), most frequent first."""
     wall: float
     prompt_tokens: int | None
     output_tokens: int | None
@@ -196,7 +189,7 @@ class Summary:
     """Turn time."""
     time_to_first_token: Distribution
     first_token_of_first_turns: Distribution
-    """Time to first token of the turns that open a session."""
+    """Time to first token of the first turns of sessions."""
     first_token_of_later_turns: Distribution
     """Time to first token of all other turns."""
     time_per_token: Distribution
@@ -208,14 +201,14 @@ class Summary:
     forced_acceptance: bool
     by_turn: list[TurnColumn]
     num_gpus: int | None
-    """GPUs that served, where that was told."""
+    """Number of GPUs of the server, if given."""
     live: LiveCounts | None
     """Of the sessions with a world; None when there are none."""
     live_groups: list[LiveCounts]
 
     @property
     def output_rate(self) -> float | None:
-        """Output tokens a second, all sessions together."""
+        """Output tokens per second over all sessions."""
         return self.output_tokens / self.wall if self.output_tokens is not None and self.wall > 0 else None
 
     @property
@@ -224,21 +217,22 @@ class Summary:
 
     @property
     def total_rate_per_gpu(self) -> float | None:
-        """Prompt and output tokens a second a GPU; tokens from a prefix cache count as well."""
+        """Prompt and output tokens per second per GPU, including tokens from a prefix cache."""
         if self.output_rate_per_gpu is None or self.prompt_tokens is None or self.num_gpus is None:
             return None
         return self.output_rate_per_gpu + self.prompt_tokens / self.wall / self.num_gpus
 
     @property
     def interactivity(self) -> float | None:
-        """E2E normalized interactivity, output tokens a second a user: 1 / P90 of (turn time / output tokens), the
-        percentile before the inverse (SemiAnalysis InferenceX, AgentX guidelines in MODELS.md; aiperf's
+        """E2E normalized interactivity in output tokens per second per user: 1 / P90 of (turn time / output tokens).
+
+        The percentile is taken before the inverse (SemiAnalysis InferenceX, AgentX guidelines in MODELS.md; aiperf's
         e2e_normalized_interactivity_p90)."""
         return 1 / self.normalized_latency.p90 if self.normalized_latency.p90 else None
 
     @property
     def emitted_per_step(self) -> float | None:
-        """Accepted drafts and the bonus token, a decode step of one request."""
+        """Mean tokens per decode step of a request: accepted drafts and the bonus token."""
         if self.speculation is None or not self.speculation.num_steps:
             return None
         return 1 + self.speculation.num_accepted / self.speculation.num_steps
@@ -251,7 +245,7 @@ class Summary:
 
     @property
     def acceptance_by_position(self) -> list[float | None]:
-        """Accepted share of the drafts at each position."""
+        """Acceptance rate at each draft position."""
         if self.speculation is None:
             return []
         pairs = zip(self.speculation.drafted_by_position, self.speculation.accepted_by_position, strict=False)
@@ -259,14 +253,14 @@ class Summary:
 
 
 def summarize(sessions: Sequence[SessionRecord], wall: float, *, num_gpus: int | None = None) -> Summary:
-    """The summary of a run of `wall` seconds on `num_gpus` GPUs, where that is known."""
+    """Summarise a run of `wall` seconds, on `num_gpus` GPUs if known."""
     sent = [turn for session in sessions for turn in session.turns]
     turns = [turn for turn in sent if turn.error is None]
     speculation: Speculation | None = None
     for turn in turns:
         if turn.speculation is not None:
             speculation = speculation or Speculation()
-            speculation.add(turn.speculation)
+            speculation.add_counters(turn.speculation)
     outcomes = [(session.group, session.outcome) for session in sessions if session.outcome is not None]
     failures = Counter(turn.error for turn in sent if turn.error is not None)
     failures.update(session.error for session in sessions if session.error is not None and not session.turns)
@@ -324,6 +318,6 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    """Their sum; None when none is known."""
+    """Return the sum of the known values; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -1,12 +1,12 @@
-"""What a replay can be asked to do: its flags, and the one validated object that they become. Knows nothing of engine
-flags."""
+"""Replay flags, and the validated options object that they become. Knows nothing of engine flags."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from agentspec.errors import ConfigError
 from agentspec.replay.slo import Slo
@@ -18,8 +18,8 @@ History = Literal["auto", "recorded", "live"]
 Output = Literal["free", "length", "forced"]
 Salt = Literal["none", "system", "first-user"]
 TemplateMode = Literal["qwen35", "stable"]
-"""How the replay itself renders history. qwen35: a think block, even an empty one, stays only after the last user
-message. stable: history stands as it was generated."""
+"""How the replay itself renders history. qwen35: think blocks, even empty ones, are kept only after the last user
+message. stable: history is kept as generated."""
 
 DEFAULT_TEMPLATE: TemplateMode = "qwen35"
 
@@ -29,65 +29,64 @@ class ReplayOptions:
     """How a file is replayed and where the results go."""
 
     concurrency: int | None = None
-    """Sessions that run at the same time. None: 4 in closed loop, without limit when sessions arrive by themselves."""
+    """Greatest number of concurrent sessions. None: 4 in closed loop, unlimited in open loop."""
     arrival: ArrivalKind = "closed"
-    """closed: a session starts when a lane is free. trace: at its `start_ms`. poisson: at random, at `arrival_rate`."""
+    """closed: a session starts when a lane is free. trace: at its `start_ms`. poisson: a Poisson process with
+    `arrival_rate`."""
     arrival_rate: float | None = None
-    """Sessions a second, for poisson arrivals."""
+    """Sessions per second, for Poisson arrivals."""
     speed: float = 1.0
-    """The clock of arrivals runs this much faster (trace and poisson)."""
+    """Speed-up factor of arrivals (trace and poisson)."""
     delay_scale: float = 1.0
     """Factor on the recorded waits between turns (tool runs and user thinking)."""
     max_idle: float | None = None
-    """Seconds that a wait between turns lasts at most. None: as long as recorded."""
+    """Upper bound on a wait between turns, in seconds. None: as recorded."""
     warmup: int = 0
-    """Requests that each lane sends before the measurement begins (closed loop)."""
+    """Requests per lane before the measurement begins (closed loop)."""
     history: History = "auto"
-    """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live
+    """Which answers later prompts contain. auto: the recorded ones when the session has them all, else the live
     ones."""
     output: Output = "free"
-    """length: `ignore_eos`, and exactly as many tokens as were recorded. forced: the recorded tokens themselves, with
+    """length: `ignore_eos` and exactly the recorded number of tokens. forced: the recorded tokens themselves, with
     prompts of token ids."""
     template: TemplateMode = DEFAULT_TEMPLATE
     """Forced outputs and dry runs: how history is rendered."""
     tokenizer: str | None = None
-    """Forced outputs and dry runs: the checkpoint directory whose tokenizer makes the tokens. None: that of the
-    engine's model."""
+    """Forced outputs and dry runs: the checkpoint directory of the tokenizer. None: that of the engine's model."""
     salt: Salt = "none"
-    """Where salts keep prefix caches from knowing a session from elsewhere (replay/salt.py)."""
+    """Where salts are inserted to prevent prefix cache hits across runs or sessions (replay/salt.py)."""
     sessions: int | None = None
     """Replay the first n sessions only."""
     max_turns: int | None = None
     """Replay the first n turns of each session only."""
     timeout: float = 600.0
-    """Seconds for one turn, from sending it to its last token."""
+    """Time limit of a turn in seconds, from sending to the last token."""
     token_ids: tuple[int, int] = (100, 2000)
-    """First id, and one past the last id, that prompts of token-run turns are made of."""
+    """Half-open range of token ids for prompts of token-run turns."""
     seed: int = 0
     """Seeds poisson arrivals and the tokens of token-run turns."""
     base_url: str | None = None
-    """Server to measure, with or without its `/v1`. None: an engine in this process."""
+    """URL of the server to measure, with or without `/v1`. None: an engine in this process."""
     api_key: str | None = None
     served_model: str | None = None
-    """Model name to ask for. None: the first that the server lists."""
+    """Model name of the requests. None: the first that the server lists."""
     slo: Slo | None = None
-    """Bounds that the report holds every turn to."""
+    """Service level objectives that every turn is checked against."""
     gpus: int | None = None
-    """GPUs that serve, for tokens a second a GPU."""
+    """Number of GPUs of the server, for tokens per second per GPU."""
     json_path: str | None = None
     html_path: str | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        counts = (
-            ("concurrency", self.concurrency),
-            ("sessions", self.sessions),
-            ("max_turns", self.max_turns),
-            ("gpus", self.gpus),
-        )
-        for field, count in counts:
+        for field in ("concurrency", "sessions", "max_turns", "gpus"):
+            count = getattr(self, field)
             if count is not None and count < 1:
                 raise ConfigError(field, count, "must be at least 1")
+        for field, choices in (("history", History), ("output", Output), ("template", TemplateMode), ("salt", Salt)):
+            *others, last = get_args(choices)
+            if getattr(self, field) not in (*others, last):
+                raise ConfigError(field, getattr(self, field), f"must be {', '.join(others)} or {last}")
         if self.arrival not in ("closed", "trace", "poisson"):
             raise ConfigError("arrival", self.arrival, "must be closed, trace or poisson:RATE")
         if (self.arrival == "poisson") != (self.arrival_rate is not None):
@@ -96,45 +95,52 @@ class ReplayOptions:
             )
         if self.arrival_rate is not None and not 0 < self.arrival_rate < float("inf"):
             raise ConfigError("arrival", f"poisson:{self.arrival_rate:g}", "the rate must be above 0 sessions a second")
-        if not 0 < self.speed < float("inf"):
-            raise ConfigError("speed", self.speed, "must be above 0")
-        if self.speed != 1.0 and self.arrival == "closed":
-            raise ConfigError(
-                "speed", self.speed, "has no effect in closed loop; use it with --arrival trace or poisson:RATE"
-            )
-        if not 0 <= self.delay_scale < float("inf"):
-            raise ConfigError("tool_delay", f"scale:{self.delay_scale:g}", "the factor must not be negative")
-        if self.max_idle is not None and not 0 <= self.max_idle < float("inf"):
-            raise ConfigError("max_idle", self.max_idle, "must be a number of seconds, 0 or more")
-        if self.warmup < 0:
-            raise ConfigError("warmup", self.warmup, "must not be negative")
-        if self.warmup and self.arrival != "closed":
-            raise ConfigError("warmup", self.warmup, "counts the requests of a lane, and only a closed loop has lanes")
-        if self.history not in ("auto", "recorded", "live"):
-            raise ConfigError("history", self.history, "must be auto, recorded or live")
-        if self.output not in ("free", "length", "forced"):
-            raise ConfigError("output", self.output, "must be free, length or forced")
-        if self.output == "forced" and self.history == "live":
-            raise ConfigError("history", self.history, "is not there where the recorded answers are forced")
-        if self.template not in ("qwen35", "stable"):
-            raise ConfigError("template", self.template, "must be qwen35 or stable")
-        if self.salt not in ("none", "system", "first-user"):
-            raise ConfigError("salt", self.salt, "must be none, system or first-user")
-        if not 0 < self.timeout < float("inf"):
-            raise ConfigError("timeout", self.timeout, "must be above 0 seconds")
-        if not 0 <= self.token_ids[0] < self.token_ids[1] <= 2**31 - 1:
-            raise ConfigError("token_ids", self.token_ids, "must be LOW:HIGH with 0 <= LOW < HIGH")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError("base_url", self.base_url, "must begin with http:// or https://")
+        is_closed, scale, idle, url = self.arrival == "closed", self.delay_scale, self.max_idle, self.base_url
+        low, high = self.token_ids
+        rules: tuple[tuple[str, object, bool, str], ...] = (
+            ("speed", self.speed, 0 < self.speed < inf, "must be above 0"),
+            (
+                "speed",
+                self.speed,
+                self.speed == 1.0 or not is_closed,
+                "has no effect in closed loop; use it with --arrival trace or poisson:RATE",
+            ),
+            ("tool_delay", f"scale:{scale:g}", 0 <= scale < inf, "the factor must not be negative"),
+            ("max_idle", idle, idle is None or 0 <= idle < inf, "must be a number of seconds, 0 or more"),
+            ("warmup", self.warmup, self.warmup >= 0, "must not be negative"),
+            (
+                "warmup",
+                self.warmup,
+                not self.warmup or is_closed,
+                "counts the requests of a lane, and only a closed loop has lanes",
+            ),
+            (
+                "history",
+                self.history,
+                self.output != "forced" or self.history != "live",
+                "can't be live when the recorded answers are forced",
+            ),
+            ("timeout", self.timeout, 0 < self.timeout < inf, "must be above 0 seconds"),
+            ("token_ids", self.token_ids, 0 <= low < high < 2**31, "must be LOW:HIGH with 0 <= LOW < HIGH"),
+            (
+                "base_url",
+                url,
+                url is None or url.startswith(("http://", "https://")),
+                "must begin with http:// or https://",
+            ),
+        )
+        for field, shown, is_met, reason in rules:
+            if not is_met:
+                raise ConfigError(field, shown, reason)
         for field, value in (("api_key", self.api_key), ("served_model", self.served_model)):
             if value is not None and self.base_url is None:
-                shown = "(hidden)" if field == "api_key" else value
-                raise ConfigError(field, shown, "is for a server; give its --base-url too")
+                reason = "is for a server; give its --base-url too"
+                raise ConfigError(field, "(hidden)" if field == "api_key" else value, reason)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, *, seed: int = 0) -> ReplayOptions:
-        """The options that parsed flags ask for; `seed` comes from the engine's own flag. Raises ConfigError naming
-        flag and value."""
+        """Create the options from parsed flags; `seed` comes from the engine's own flag. Raises ConfigError naming flag
+        and value."""
         arrival, rate = _arrival(args.arrival)
         return cls(
             concurrency=args.concurrency,
@@ -165,7 +171,7 @@ class ReplayOptions:
         )
 
     def check_outputs(self) -> None:
-        """Raise ConfigError for a result file that can't be written, before there are results to lose."""
+        """Raise ConfigError before the run for a result file that can't be written."""
         for field, path in (("json", self.json_path), ("html", self.html_path)):
             if path is not None and not Path(path).resolve().parent.is_dir():
                 raise ConfigError(field, path, "there is no such directory")
@@ -173,7 +179,7 @@ class ReplayOptions:
                 raise ConfigError(field, path, "is a directory")
 
     def settings(self) -> dict[str, str]:
-        """What shaped the measurement, for the report; neither file names nor the key."""
+        """Return the settings that affect the measurement, for the report; without file names and the API key."""
         arrival = self.arrival if self.arrival_rate is None else f"poisson:{self.arrival_rate:g}"
         limit = "no limit" if self.lanes is None else str(self.lanes)
         shown = {
@@ -200,21 +206,43 @@ class ReplayOptions:
         return shown
 
     def wait(self, delay_ms: float) -> float:
-        """Seconds of a recorded wait, as it is replayed."""
+        """Return the replayed duration of a recorded wait, in seconds."""
         seconds = delay_ms / 1000 * self.delay_scale
         return seconds if self.max_idle is None else min(seconds, self.max_idle)
 
     @property
     def lanes(self) -> int | None:
-        """Sessions at the same time; None: no limit."""
+        """Greatest number of concurrent sessions; None: unlimited."""
         if self.concurrency is None and self.arrival == "closed":
             return DEFAULT_LANES
         return self.concurrency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that only `replay` has; the engine's flags are added by the command line itself."""
+    """Add the flags of `replay` itself; the command line adds the engine's flags."""
     parser.add_argument("file", metavar="FILE", help="replay file (agentspec.replay/1, plain or gzip)")
+    _add_content_flags(parser)
+    _add_schedule_flags(parser)
+    server = parser.add_argument_group("another server")
+    server.add_argument("--base-url", metavar="URL", help="measure this server instead of an engine in this process")
+    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument(
+        "--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)"
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--slo",
+        action="append",
+        metavar="NAME=TIME,...",
+        help="mark turns over these bounds: turn, ttft, tpot, gap, as in turn=10s,ttft=150ms",
+    )
+    results.add_argument("--gpus", type=int, metavar="N", help="GPUs that serve: adds tokens a second a GPU")
+    results.add_argument("--json", metavar="FILE", help="write every request and the summary as JSON")
+    results.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
+    results.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _add_content_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is replayed")
     what.add_argument("--sessions", type=int, metavar="N", help="the first N sessions only, with their subagents")
     what.add_argument("--max-turns", type=int, metavar="N", help="the first N turns of each session only")
@@ -228,7 +256,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="free",
         metavar="free|length|forced",
-        help="length: as many tokens as recorded, ignoring the end of text. forced: the recorded tokens themselves, whatever the model says",
+        help="length: as many tokens as recorded, ignoring the end of text. "
+        "forced: the recorded tokens themselves, whatever the model says",
     )
     what.add_argument(
         "--template",
@@ -253,6 +282,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LOW:HIGH",
         help="ids that prompts without text are made of (default 100:2000)",
     )
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     when = parser.add_argument_group("when")
     when.add_argument(
         "--concurrency", type=int, metavar="N", help=f"sessions at the same time (closed loop: {DEFAULT_LANES})"
@@ -283,23 +315,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the first N requests of each lane are sent before the measurement, and not measured",
     )
     when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one turn (default 600)")
-    server = parser.add_argument_group("another server")
-    server.add_argument("--base-url", metavar="URL", help="measure this server instead of an engine in this process")
-    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    server.add_argument(
-        "--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)"
-    )
-    results = parser.add_argument_group("results")
-    results.add_argument(
-        "--slo",
-        action="append",
-        metavar="NAME=TIME,...",
-        help="mark turns over these bounds: turn, ttft, tpot, gap, as in turn=10s,ttft=150ms",
-    )
-    results.add_argument("--gpus", type=int, metavar="N", help="GPUs that serve: adds tokens a second a GPU")
-    results.add_argument("--json", metavar="FILE", help="write every request and the summary as JSON")
-    results.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
-    results.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def _arrival(text: str) -> tuple[ArrivalKind, float | None]:
@@ -314,10 +329,9 @@ def _arrival(text: str) -> tuple[ArrivalKind, float | None]:
 
 
 def _delay_scale(text: str) -> float:
-    if text == "recorded":
-        return 1.0
-    if text == "zero":
-        return 0.0
+    fixed = {"recorded": 1.0, "zero": 0.0}
+    if text in fixed:
+        return fixed[text]
     kind, _, factor = text.partition(":")
     if kind == "scale":
         return _number("tool_delay", text, factor)

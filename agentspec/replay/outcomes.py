@@ -1,5 +1,4 @@
-"""What came of the sessions with a world: their calls, their users' turns, and both counted over a run. Pure data;
-knows nothing of HTTP or time."""
+"""Outcomes of sessions with a world: calls, user turns, and their totals. Pure data; knows nothing of HTTP or time."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Ending = Literal["not begun", "answered", "cut", "limit", "failed"]
-"""How a user's turn ended: with an answer, with one that max_tokens cut off, after max_requests requests without one,
-by a failed request."""
+"""How a user turn ended: with an answer, truncated at max_tokens, after max_requests requests without an answer, or by
+a failed request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,27 +17,27 @@ class CallOutcome:
     """One tool call that the model made, or tried to make."""
 
     name: str | None
-    """None: the server could not read the call."""
+    """None: the server could not parse the call."""
     arguments: str
-    """As the server gave them; of a call that it could not read, the answer's text."""
+    """As returned by the server; for a call that it could not parse, the answer's text."""
     result: str | None
     """Content of the tool message; None: the call was not executed."""
     problem: str | None
     """Why the call is invalid; None for a valid one."""
     kind: str | None
-    """The problem without names and values."""
+    """The problem without names and values, for counting."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UserTurn:
-    """One turn of the user: all requests up to the answer."""
+    """One user turn: all requests up to the answer."""
 
     has_goal: bool
     num_requests: int = 0
     calls: list[CallOutcome] = field(default_factory=list)
     answer: str = ""
     reasoning: str = ""
-    """Before the last answer."""
+    """Reasoning of the last answer."""
     ending: Ending = "not begun"
     missed: list[str] = field(default_factory=list)
     """Why the goal was not reached."""
@@ -79,10 +78,10 @@ class SessionOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveCounts:
-    """Sessions with a world, added up. Sessions and turns without a goal stay out of the goals."""
+    """Totals over sessions with a world. Sessions and turns without a goal are not counted among the goals."""
 
     group: str | None
-    """None: of every group."""
+    """None: all groups."""
     num_calls: int
     num_valid: int
     problems: list[tuple[str, int]]
@@ -94,7 +93,7 @@ class LiveCounts:
 
 
 def count(outcomes: Iterable[SessionOutcome], group: str | None = None) -> LiveCounts:
-    """The sum of some sessions."""
+    """Return the totals of some sessions."""
     outcomes = list(outcomes)
     calls = [call for outcome in outcomes for call in outcome.calls]
     return LiveCounts(
@@ -110,7 +109,7 @@ def count(outcomes: Iterable[SessionOutcome], group: str | None = None) -> LiveC
 
 
 def count_groups(outcomes: Iterable[tuple[str | None, SessionOutcome]]) -> list[LiveCounts]:
-    """The sums by the sessions' groups, in the order of their names; sessions without a group stay out."""
+    """Return the totals per group, sorted by name. Sessions without a group are excluded."""
     groups: dict[str, list[SessionOutcome]] = {}
     for group, outcome in outcomes:
         if group is not None:

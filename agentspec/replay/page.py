@@ -1,5 +1,4 @@
-"""The report as one HTML page: nothing is loaded from anywhere, it needs no script, and it follows the reader's light
-or dark setting."""
+"""The report as one self-contained HTML page without scripts, in the reader's light or dark colour scheme."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from agentspec.replay.report import (
 from agentspec.replay.slo import Goodput
 
 MAX_CARDS = 8
-"""Two full rows; what finds no room stands in the tables below."""
+"""Two full rows; further figures are in the tables below."""
 MAX_OPEN_ROWS = 12
-"""Longer tables are folded."""
+"""Longer tables are collapsed."""
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -48,14 +47,14 @@ class Card:
     note: str
     """Under the value."""
     kind: str = ""
-    """A class of the style sheet."""
+    """CSS class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     title: str
     note: str
-    """Shown while the table isn't folded."""
+    """Shown when the table isn't collapsed."""
     head: list[str]
     rows: list[list[str]]
     is_folded: bool = False
@@ -66,7 +65,7 @@ def write_page(report: Report, path: str) -> None:
 
 
 def render_page(report: Report) -> str:
-    """The whole page, well-formed as XML too."""
+    """Render the page as HTML that is also well-formed XML."""
     summary = report.summary
     tables = [_times_table(summary), _turn_table(summary), *_over_table(report), *_live_tables(report)]
     return _TEMPLATES.get_template("page.html.jinja").render(

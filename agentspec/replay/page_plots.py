@@ -1,5 +1,4 @@
-"""The figures of the report page: what is drawn of a report, and in whose words. How it is drawn is
-replay/plots.py's."""
+"""The figures of the report page: their data and texts. replay/plots.py owns their layout."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from agentspec.replay.measure import SessionRecord, Summary, TurnRecord
 from agentspec.replay.report import Report, count, milliseconds, share
 
 MAX_TIMELINES = 80
-"""Sessions drawn in the timeline; the table below it has them all."""
+"""Greatest number of sessions in the timeline; the table below it lists all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +17,15 @@ class Figure:
     title: str
     note: str = ""
     key: tuple[tuple[str, str], ...] = ()
-    """(class of a colour, what it stands for), behind the note."""
+    """Legend after the note: (CSS class, meaning)."""
     plot: plots.Plot | None = None
     absent: str = ""
-    """Why there is no plot."""
+    """Reason for the missing plot."""
     kind: str = ""
 
 
 def two_columns(report: Report) -> list[Figure]:
-    """The figures that stand in two columns."""
+    """Return the figures in two columns."""
     return [
         _first_token_plot(report),
         _hit_plot(report.summary),
@@ -36,7 +35,7 @@ def two_columns(report: Report) -> list[Figure]:
 
 
 def timeline(report: Report) -> Figure | None:
-    """Every session's requests on the run's clock; None when nothing was sent."""
+    """Return a timeline of all sessions' requests; None when nothing was sent."""
     rows = [(session.session_id, _spans(report, session)) for session in report.sessions if session.turns]
     if not rows:
         return None
@@ -92,7 +91,8 @@ def _hit_plot(summary: Summary) -> Figure:
                 (column.hits.prompt_tokens - column.hits.cached_tokens) / column.hits.num_turns,
             ),
             "" if column.hits.share is None else f"{column.hits.share:.0%}",
-            f"turn {column.turn + 1}: {column.hits.cached_tokens:,} of {column.hits.prompt_tokens:,} tokens, {share(column.hits.share)}",
+            f"turn {column.turn + 1}: {column.hits.cached_tokens:,} of {column.hits.prompt_tokens:,} tokens, "
+            f"{share(column.hits.share)}",
         )
         for column in summary.by_turn
         if column.hits.num_turns
@@ -164,8 +164,11 @@ def _spans(report: Report, session: SessionRecord) -> list[plots.Span]:
             spans.append(plots.Span(turn.sent, turn.end, "failed", f"{label}, failed: {turn.error}"))
             continue
         first = turn.sent + (turn.time_to_first_token if turn.time_to_first_token is not None else turn.latency)
-        tokens = f"{count(turn.prompt_tokens)} prompt, {count(turn.cached_tokens)} cached, {count(turn.completion_tokens)} output tokens"
-        label = f"{label}, first token after {milliseconds(first - turn.sent)} ms, last after {milliseconds(turn.latency)} ms, {tokens}"
+        label += (
+            f", first token after {milliseconds(first - turn.sent)} ms, last after {milliseconds(turn.latency)} ms, "
+            f"{count(turn.prompt_tokens)} prompt, {count(turn.cached_tokens)} cached, "
+            f"{count(turn.completion_tokens)} output tokens"
+        )
         missed = report.missed(turn)
         if missed:
             label += f", over the bounds of {', '.join(missed)}"

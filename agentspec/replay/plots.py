@@ -1,8 +1,6 @@
-"""Where everything stands in small plots: dots, bars, stacked bars and time lines. templates/plots.svg.jinja draws
-them.
+"""Layout of small plots: dots, stacked bars and timelines. templates/plots.svg.jinja draws them.
 
-Places are pixels of the plot's own box, from its upper left corner. Knows numbers and labels only: nothing of replays,
-and no markup.
+Coordinates are pixels from the plot's upper left corner. Knows numbers and labels only, nothing of replays or markup.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ WIDTH = 520
 HEIGHT = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
 
-_GOLDEN = 0.6180339887
-"""Multiples of it, modulo 1, spread evenly: dots of one column stand beside each other without randomness."""
+_GOLDEN_RATIO = 0.6180339887
+"""Its multiples modulo 1 are evenly spread: deterministic jitter for the dots of a column."""
 
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A grid line or a name under a column."""
+    """A grid line, or a label under a column."""
 
     at: float
     text: str
@@ -48,12 +46,12 @@ class PlacedPart:
 @dataclass(frozen=True, slots=True)
 class PlacedBar:
     x: float
-    """Its middle."""
+    """Centre of the bar."""
     width: float
     parts: list[PlacedPart]
-    """From the bottom up."""
+    """From bottom to top."""
     note: str
-    """Empty where there is no room for it."""
+    """Text over the bar; empty when there is no room."""
     label: str
 
 
@@ -81,9 +79,9 @@ class Plot:
     names: list[Tick] = field(default_factory=list)
     marks: Sequence[PlacedDot | PlacedBar] = ()
     line: list[tuple[float, float]] = field(default_factory=list)
-    """Of dots: through the medians."""
+    """Of dots: the line through the medians."""
     rows: list[Row] = field(default_factory=list)
-    """Of time lines."""
+    """Of timelines."""
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
@@ -94,21 +92,21 @@ class Plot:
 @dataclass(frozen=True, slots=True)
 class Dot:
     x: int
-    """Column, from 0."""
+    """Column index, from 0."""
     y: float
     label: str
     kind: str = ""
-    """A further class of the style sheet."""
+    """Additional CSS class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
     name: str
-    """Under the bar."""
+    """Label under the bar."""
     parts: tuple[float, ...]
-    """From the bottom up; their classes are part0, part1 ..."""
+    """From bottom to top; CSS classes part0, part1, ..."""
     note: str
-    """Over the bar."""
+    """Text over the bar."""
     label: str
 
 
@@ -117,13 +115,13 @@ class Span:
     start: float
     end: float
     kind: str
-    """Classes of the style sheet."""
+    """CSS classes."""
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Values to pixels from the bottom, linear from 0 or logarithmic."""
+    """Maps values to y coordinates, linear from 0 or logarithmic."""
 
     low: float
     high: float
@@ -146,15 +144,15 @@ class _Scale:
 
 
 def ticks(high: float, at_most: int = 5) -> list[float]:
-    """Round numbers from 0 to `high`, 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers from 0 to `high`, spaced by 1, 2 or 5 times a power of ten."""
     step = 10.0 ** math.floor(math.log10(high / at_most))
     step *= next(factor for factor in (1, 2, 5, 10) if high / (step * factor) <= at_most)
     return [index * step for index in range(int(high / step * (1 + 1e-9)) + 1)]
 
 
 def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, show: Format) -> Plot:
-    """Points by column with a line through the columns' medians; logarithmic when they span more than a factor of
-    fifty."""
+    """Lay out points by column, and a line through the medians. The scale is logarithmic when values span more than a
+    factor of 50."""
     values = [point.y for point in points]
     least, most = min(values), max(values)
     is_log = least > 0 and most / least > 50
@@ -166,7 +164,7 @@ def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, s
     place = _columns(len(medians))
     room = min(14.0, (WIDTH - _LEFT - _RIGHT) / len(medians) * 0.5)
     marks = [
-        PlacedDot(place(point.x) + (index * _GOLDEN % 1 - 0.5) * room, scale(point.y), point.kind, point.label)
+        PlacedDot(place(point.x) + (index * _GOLDEN_RATIO % 1 - 0.5) * room, scale(point.y), point.kind, point.label)
         for index, point in enumerate(points)
     ]
     line = [(place(index), scale(value)) for index, value in enumerate(medians) if value is not None]
@@ -175,7 +173,7 @@ def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, s
 
 
 def bars(columns: Sequence[Bar], *, axis: str, show: Format, high: float | None = None) -> Plot:
-    """Stacked bars from 0. `high` fixes the top of the scale."""
+    """Lay out stacked bars from 0. `high` fixes the top of the scale."""
     scale = _Scale(0, high or max(sum(column.parts) for column in columns) * 1.12 or 1, False)
     place = _columns(len(columns))
     room = (WIDTH - _LEFT - _RIGHT) / len(columns)
@@ -190,7 +188,7 @@ def bars(columns: Sequence[Bar], *, axis: str, show: Format, high: float | None 
 
 
 def timelines(rows: Sequence[tuple[str, Sequence[Span]]], end: float, *, axis: str, show: Format) -> Plot:
-    """One line a row, spans on a common clock from 0 to `end`, over the page's whole width."""
+    """Lay out one timeline per row, on a common clock from 0 to `end`, over the full page width."""
     width, left, step = 1080, 150, 20
     right = width - 14
     across = (right - left) / (end or 1)
@@ -223,7 +221,7 @@ def _columns(count: int) -> Callable[[int], float]:
 
 
 def _names(names: Sequence[str], place: Callable[[int], float]) -> list[Tick]:
-    """Labels under the columns, every n-th where they are many."""
+    """Return labels under the columns; every n-th when there are many."""
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if len(names) / step <= 16)
     return [
         Tick(place(index), name)

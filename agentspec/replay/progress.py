@@ -1,4 +1,4 @@
-"""Live progress of a replay: a tally that the run keeps, and its display on a terminal or in a log."""
+"""Live progress of a replay: counters, and their display on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOG_SECONDS = 5.0
 class Tally:
     num_sessions: int
     num_turns: int
-    """Grows while sessions with a world run: their calls bring further requests."""
+    """Grows while sessions with a world run, since their calls cause further requests."""
     num_live: int = 0
-    """Sessions with a world that have not ended."""
+    """Number of running sessions with a world."""
     sessions_done: int = 0
     turns_done: int = 0
     num_failed: int = 0
@@ -29,9 +29,9 @@ class Tally:
     cached_tokens: int | None = None
     forced_acceptance: bool = False
     measured_from: float | None = 0.0
-    """Seconds of the run before the measurement began; None: it hasn't."""
+    """When the measurement began, in seconds of the run; None: not yet."""
 
-    def add(self, turn: TurnRecord) -> None:
+    def count_turn(self, turn: TurnRecord) -> None:
         """Count a turn that has ended."""
         self.turns_done += turn.error is None
         self.num_failed += turn.error is not None
@@ -42,7 +42,7 @@ class Tally:
             self.cached_tokens = (self.cached_tokens or 0) + turn.cached_tokens
 
     def line(self, seconds: float) -> str:
-        """One line of text after `seconds` of the run."""
+        """Return the progress line after `seconds` of the run."""
         parts = [
             f"{seconds:5.0f} s",
             f"sessions {self.sessions_done}/{self.num_sessions}",
@@ -63,8 +63,8 @@ class Tally:
 
 
 class Progress:
-    """Shows a tally while the run goes on: one line that is rewritten on a terminal, a line every few seconds
-    elsewhere."""
+    """Displays a tally during the run: one line rewritten in place on a terminal, elsewhere a line every few
+    seconds."""
 
     def __init__(self, tally: Tally, stream: TextIO) -> None:
         self._tally = tally

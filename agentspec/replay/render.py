@@ -1,10 +1,8 @@
-"""Recorded sessions as token streams, for dry runs and forced outputs: what a server would be asked and would answer,
-without its help.
+"""Render recorded sessions to token ids, for dry runs and forced outputs.
 
-Renders messages in the manner of Qwen3.5's chat template (framing, XML tool calls, think blocks, and which of them
-survive in history), with wording of our own where a template holds fixed prose. A message is encoded once, by itself,
-so a prompt is a concatenation of what was encoded before; with a BPE that knows `<|im_start|>` and `<|im_end|>` as
-tokens that equals encoding the whole text. Knows no cache and no engine.
+Follows Qwen3.5's chat template (framing, XML tool calls, think blocks and which of them stay in history), with our own
+wording for fixed prose. Each message is encoded once, and a prompt is the concatenation. This equals encoding the whole
+text when `<|im_start|>` and `<|im_end|>` are tokens of the BPE. Knows no cache and no engine.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from agentspec.replay.token_runs import TokenRuns
 from agentspec.types import Breakpoint, CheckpointKind
 
 _OUTPUT_SEED = 1_000_003
-"""Outputs of token-run turns whose blocks the trace doesn't name come from another family of blocks than prompts."""
+"""Seed offset of outputs without hash ids in token-run traces, so that their blocks differ from those of prompts."""
 
 _USER_OPENINGS = ("<|im_start|>user\na", "<|im_start|>user\n(")
 _PLAIN_ANSWER = "<|im_start|>assistant\na"
@@ -58,7 +56,7 @@ Rules:
 class RenderedTurn:
     prompt_ids: array[int]
     output_ids: array[int]
-    """The recorded answer as the model would have generated it, its end token included; empty where none was
+    """The recorded answer as the model would have generated it, including its end token; empty when none was
     recorded."""
     breakpoints: list[Breakpoint]
     """Ascending offsets in the prompt: SYSTEM at the end of system prompt and tools, USER at the end of the last user
@@ -67,7 +65,7 @@ class RenderedTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A recorded answer, encoded in both the forms that history may hold."""
+    """A recorded answer, encoded in both forms that history may contain."""
 
     generated: array[int]
     """Generation prompt, output and the newline after it."""
@@ -75,8 +73,7 @@ class _Answer:
 
 
 class TraceRenderer:
-    """Renders the sessions of a file, in any order. Holds encoded system prompts, which sessions share; everything else
-    goes session by session."""
+    """Renders the sessions of a file, in any order. Caches encoded system prompts only, which sessions share."""
 
     def __init__(self, encoder: Encoder, template_mode: TemplateMode, *, token_runs: TokenRuns | None = None) -> None:
         self._encoder = encoder
@@ -85,7 +82,7 @@ class TraceRenderer:
         self._systems: dict[str, array[int]] = {}
 
     def turns(self, file: ReplayFile, session: Session) -> Iterator[RenderedTurn]:
-        """The session's turns in order. Raises ConfigError when an answer that a later prompt needs was not
+        """Yield the session's turns in order. Raises ConfigError when an answer that a later prompt needs was not
         recorded."""
         if session.turns[0].messages is None:
             yield from self._token_run_turns(session)
@@ -99,8 +96,8 @@ class TraceRenderer:
             self._system(file.tools(session), session.turns[0]),
             drops_think=self._drops_think,
             shared_openings=(
-                _num_common(*map(self._encoder.encode, _USER_OPENINGS)),
-                _num_common(opening, self._encoder.encode(_PLAIN_ANSWER)),
+                _common_length(*map(self._encoder.encode, _USER_OPENINGS)),
+                _common_length(opening, self._encoder.encode(_PLAIN_ANSWER)),
             ),
         )
         for index, turn in enumerate(session.turns):
@@ -143,21 +140,20 @@ class TraceRenderer:
 
 
 class _History:
-    """The prompt so far, without the generation prompt. In the end everything before the last user message is
-    settled."""
+    """The prompt so far, without the generation prompt. Everything before the last user message is final."""
 
     def __init__(self, system: array[int], *, drops_think: bool, shared_openings: tuple[int, int]) -> None:
-        """shared_openings: tokens that open every user message, and every answer, whatever follows."""
+        """`shared_openings`: number of leading tokens that all user messages share, and that all answers share."""
         self.ids = array("i", system)
         self._user_opening, self._answer_opening = shared_openings
         self._drops_think = drops_think
         self._system_end = len(system)
         self._query_end = 0
-        """End of the last user message."""
+        """Token offset of the end of the last user message."""
         self._since_query: list[array[int] | _Answer] = []
 
     def add_message(self, ids: array[int], *, is_query: bool) -> None:
-        """`is_query`: a user's own words, not a tool's result. From then on the answers before it are history."""
+        """Add a message. `is_query`: it is the user's own, not a tool result, so all earlier answers become history."""
         if is_query:
             if self._drops_think:
                 del self.ids[max(self._query_end, self._system_end) :]
@@ -175,15 +171,15 @@ class _History:
         self._since_query.append(answer)
 
     def breakpoints(self) -> list[Breakpoint]:
-        """For a prompt that goes on with the generation prompt."""
+        """Return the breakpoints of the prompt with the generation prompt."""
         points = [Breakpoint(self._system_end + self._user_opening, CheckpointKind.SYSTEM)] if self._system_end else []
         if self._query_end:
             points.append(Breakpoint(self._query_end + self._answer_opening, CheckpointKind.USER))
         return points
 
 
-def _num_common(first: array[int], second: array[int]) -> int:
-    """Tokens that two encodings begin with."""
+def _common_length(first: array[int], second: array[int]) -> int:
+    """Return the length of the common prefix of two encodings."""
     return next(
         (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -201,7 +197,7 @@ def _system_text(tools: list[dict[str, Any]], first: Turn) -> str:
 
 
 def _message_blocks(messages: list[InputMessage]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a user's own message) of each; results that follow one another share one block."""
+    """Yield (text, whether it is the user's own message) of each block. Consecutive tool results share one block."""
     results: list[str] = []
     for message in messages:
         text = _content(message).strip()
@@ -223,7 +219,7 @@ def _content(message: InputMessage) -> str:
 
 
 def _answer_text(message: AssistantMessage, *, thinks: bool) -> str:
-    """What the model generates after the generation prompt, without its end token."""
+    """Return the text that the model generates after the generation prompt, without its end token."""
     think = f"{(message.reasoning_content or '').strip()}\n</think>\n\n" if thinks else ""
     return think + _body_text(message)
 
@@ -235,7 +231,8 @@ def _body_text(message: AssistantMessage) -> str:
 
 
 def _call_text(name: str, arguments: str) -> str:
-    """Arguments that are no JSON object stand where the parameters would, as agentspec's server shows them."""
+    """Return the text of a call. Arguments that are not a JSON object replace the parameters, as in agentspec's
+    server."""
     values = read_object(arguments if arguments.strip() else "{}")
     if values is None:
         parameters = f"{arguments}\n"
@@ -247,5 +244,6 @@ def _call_text(name: str, arguments: str) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Qwen3.5's template writes lists and objects as JSON and everything else by `str`, so that true becomes `True`."""
+    """Return the text of a value as in Qwen3.5's template: lists and objects as JSON, everything else by `str`, so that
+    true becomes `True`."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)

@@ -1,7 +1,7 @@
-"""One streamed answer: server-sent events in, the assembled assistant message and its counters out.
+"""Assemble one streamed answer: server-sent events to an assistant message and counters.
 
-Reads what any OpenAI server sends and takes what a server doesn't report for absent (None), never for zero. Knows
-nothing of time: the caller stamps the events.
+Reads the streams of any OpenAI server. A value that the server doesn't report is None, never 0. Knows nothing of time:
+the caller timestamps the events.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agentspec.errors import AgentspecError
 
 
 class ServerError(AgentspecError):
-    """The server refused the request, or its answer is no complete stream."""
+    """The server refused the request, or its answer is not a complete stream."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Speculation:
-    """Counters of `metrics.speculative_decoding`; lists go by draft position, first draft first."""
+    """Counters of `metrics.speculative_decoding`; lists are indexed by draft position."""
 
     num_steps: int = 0
     num_drafted: int = 0
@@ -31,7 +31,7 @@ class Speculation:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
 
-    def add(self, other: Speculation) -> None:
+    def add_counters(self, other: Speculation) -> None:
         self.num_steps += other.num_steps
         self.num_drafted += other.num_drafted
         self.num_accepted += other.num_accepted
@@ -40,10 +40,11 @@ class Speculation:
 
 
 async def read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for what isn't one.
+    """Yield the JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for other
+    data.
 
-    `parts`: its bytes, cut anywhere. Lines end with a newline, a carriage return before it or not: what else Python
-    takes for the end of a line may stand inside of a text."""
+    `parts`: its bytes, split anywhere. Lines end with LF or CRLF only: the other line separators of Python's
+    `splitlines` may occur inside a text."""
     data: list[bytes] = []
     rest = b""
     async for part in parts:
@@ -58,7 +59,7 @@ async def read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, An
                 yield _decode(text)
     if rest.startswith(b"data:"):
         data.append(_value(rest))
-    if data and data != [b"[DONE]"]:  # a last event without its blank line
+    if data and data != [b"[DONE]"]:  # the last event lacks its blank line
         yield _decode(b"\n".join(data))
 
 
@@ -81,7 +82,7 @@ def _decode(text: bytes) -> dict[str, Any]:
 def _parse(text: bytes) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # servers in Python send NaN, and halves of characters
+    except (msgspec.DecodeError, UnicodeDecodeError):  # Python servers may send NaN and incomplete characters
         return json.loads(text.decode(errors="replace"))
 
 
@@ -90,18 +91,18 @@ def _shown(text: bytes) -> str:
 
 
 def error_text(body: Any) -> str:
-    """What an error body says, in OpenAI's shape or another."""
+    """Return the message of an error body, in OpenAI's form or another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)
 
 
 class Reply:
-    """Collects the events of one answer."""
+    """Accumulates the events of one answer."""
 
     def __init__(self, *, counts_so_far: bool = False) -> None:
-        """`counts_so_far`: the usage of an event with a choice is what this choice has so far, and no word about the
-        whole answer."""
+        """`counts_so_far`: the usage in an event with a choice is the running usage of that choice, not of the whole
+        answer."""
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
@@ -114,11 +115,10 @@ class Reply:
         self._reasoning_field = "reasoning_content"
         self._counts_so_far = counts_so_far
         self._num_counted: dict[int, int] = {}
-        """Tokens so far, by choice."""
+        """Choice index -> tokens so far."""
 
-    def add(self, event: dict[str, Any]) -> int:
-        """Take one event; returns the tokens that it shows: those that it counts; from a server that doesn't, 1 if it
-        carries any text."""
+    def add_event(self, event: dict[str, Any]) -> int:
+        """Add one event and return its number of tokens. Without running usage that is 1 if the event has any text."""
         num_tokens = 0
         choices = event.get("choices") or []
         usage = event.get("usage")
@@ -137,7 +137,7 @@ class Reply:
         return num_tokens
 
     def message(self) -> dict[str, Any]:
-        """The answer as an assistant message, ready to be sent back."""
+        """Return the answer as an assistant message that can be sent back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
         if self.reasoning:
             message[self._reasoning_field] = self.reasoning
@@ -146,7 +146,7 @@ class Reply:
         return message
 
     def _count(self, index: int, so_far: int) -> int:
-        """How many tokens a choice has more than before."""
+        """Return the number of new tokens of a choice."""
         new = so_far - self._num_counted.get(index, 0)
         self._num_counted[index] = so_far
         return new

@@ -1,6 +1,6 @@
-"""The results of a replay as text and as JSON. replay/page.py makes the HTML page of the same object.
+"""The results of a replay as text and JSON. replay/page.py renders the same object as HTML.
 
-Every form says so when acceptance was forced, and says "not reported" for what the server did not tell.
+Every format states when acceptance was forced, and shows "not reported" for values that the server did not report.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from agentspec.replay.measure import Distribution, SessionRecord, Summary, TurnC
 from agentspec.replay.slo import Goodput, Slo
 
 REPORT_SCHEMA = "agentspec.report/1"
-FORCED_LABEL = "FORCED ACCEPTANCE: drafts were accepted at set rates, not by the model. The text is meaningless; these are benchmark figures."
+FORCED_LABEL = (
+    "FORCED ACCEPTANCE: drafts were accepted at set rates, not by the model. "
+    "The text is meaningless; these are benchmark figures."
+)
 NOT_REPORTED = "not reported"
 
 MAX_TURN_LINES = 16
-"""Lines of the table by turn; long sessions have more turns than a terminal has room."""
+"""Greatest number of lines in the table by turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +31,14 @@ class Report:
 
     file: str
     source: dict[str, Any]
-    """The replay file's own word on where it comes from."""
+    """The `source` field of the replay file."""
     model: str
     url: str
     settings: dict[str, str]
     sessions: list[SessionRecord]
     summary: Summary
     slo: Slo | None = None
-    """The bounds that turns are held to, where some were given."""
+    """Service level objectives, if given."""
 
     @property
     def goodput(self) -> Goodput | None:
@@ -44,7 +47,7 @@ class Report:
         return self.slo.goodput((turn for session in self.sessions for turn in session.turns), self.summary.wall)
 
     def missed(self, turn: TurnRecord) -> list[str]:
-        """Names of the bounds that a turn was over; empty, too, where there are none."""
+        """Return the names of the bounds that a turn exceeded; empty without bounds."""
         return [] if self.slo is None else self.slo.missed(turn)
 
     @property
@@ -52,11 +55,11 @@ class Report:
         return self.summary.num_failed_sessions > 0
 
     def table(self) -> str:
-        """The table for the end of a run."""
+        """Return the text report."""
         return "\n".join(_table(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything measured, JSON-ready: the summary, and a row for each request."""
+        """Return all measurements as JSON data: the summary, and an entry for each request."""
         goodput = self.goodput
         return {
             "schema": REPORT_SCHEMA,
@@ -110,16 +113,17 @@ def _table(report: Report) -> list[str]:
             f"{row[0]:<26}" + "".join(f"{cell:>22}" for cell in row[1:]) for row in report_live.group_rows(summary)
         ]
     lines += ["", f"{'milliseconds':<26}" + "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p99", "max"))]
-    for name, distribution in time_rows(summary):
-        lines.append(f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution)))
+    lines += [
+        f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution))
+        for name, distribution in time_rows(summary)
+    ]
     lines += [
         "",
         f"{'turn':<26}"
         + "".join(f"{head:>14}" for head in ("requests", "first token", "turn time", "prompt", "prefix hit", "share")),
     ]
     shown = summary.by_turn if len(summary.by_turn) <= MAX_TURN_LINES else summary.by_turn[: MAX_TURN_LINES - 1]
-    for column in shown:
-        lines.append(f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)))
+    lines += [f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)) for column in shown]
     if len(shown) < len(summary.by_turn):
         lines.append(f"and {len(summary.by_turn) - len(shown)} later turns, listed by --json and --html")
     if summary.live is not None and summary.live.problems:
@@ -130,7 +134,7 @@ def _table(report: Report) -> list[str]:
 
 
 def count_rows(report: Report) -> list[tuple[str, str]]:
-    """The counts of a run, as (name, text)."""
+    """Return the counts of a run as (name, text)."""
     summary = report.summary
     not_sent = summary.num_planned_turns - summary.num_turns - summary.num_failed_turns
     turns = f"{summary.num_turns} answered of {summary.num_planned_turns}"
@@ -171,14 +175,14 @@ def _gpu_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _interactivity(summary: Summary) -> str:
-    """By AgentX's formula, which docs/replay.md has."""
+    """Return the interactivity as text; docs/replay.md has its formula."""
     return (
         NOT_REPORTED if summary.interactivity is None else f"{summary.interactivity:,.1f} tokens a second a user, P90"
     )
 
 
 def _slo_rows(report: Report) -> list[tuple[str, str]]:
-    """How many turns met all bounds; empty without bounds."""
+    """Return the rows of service level objectives; empty without bounds."""
     goodput = report.goodput
     if goodput is None:
         return []
@@ -251,7 +255,7 @@ def share(value: float | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three significant digits or whole milliseconds, whichever is more."""
+    """Format as milliseconds with three significant digits, or as whole milliseconds from 100 ms on."""
     if seconds is None:
         return "-"
     value = seconds * 1000

@@ -1,6 +1,6 @@
-"""The results of a replay as JSON, piece by piece. Times are milliseconds; None is what is not known.
+"""The JSON objects of a replay report. Times are in milliseconds; None means unknown.
 
-The names are read by scripts: one that stands here keeps its meaning.
+Scripts read these keys: an existing key keeps its meaning.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What came of the sessions with a world, as rows of text and as JSON. Part of the report; everything here is empty for
-a file without worlds."""
+"""The report's part on sessions with a world, as rows of text and as JSON. Empty for a file without worlds."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ GROUP_HEAD = ("tool calls valid", "user turns at goal", "sessions at goal")
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """The counts over all groups, as (name, text)."""
+    """Return the counts over all groups as (name, text)."""
     return [] if summary.live is None else list(zip(GROUP_HEAD, _cells(summary.live), strict=True))
 
 
 def group_rows(summary: Summary) -> list[list[str]]:
-    """One row a group: its name, then the cells under GROUP_HEAD."""
+    """Return one row per group: its name, then the cells under GROUP_HEAD."""
     return [[str(counts.group), *_cells(counts)] for counts in summary.live_groups]
 
 
 def missed_rows(sessions: list[SessionRecord]) -> list[list[str]]:
-    """Each user's turn that missed its goal: session, turn from 1, valid and made calls, and why."""
+    """Return a row for each user turn that missed its goal: session, turn from 1, valid calls, reasons."""
     return [
         [
             session.session_id,
@@ -47,7 +46,7 @@ def counts_json(summary: Summary) -> dict[str, Any]:
 
 
 def session_json(outcome: SessionOutcome) -> dict[str, Any]:
-    """All that a person needs to see where the model went wrong."""
+    """Return the outcome of a session with every call, so that a reader can find the model's mistakes."""
     return {
         "calls": len(outcome.calls),
         "valid_calls": outcome.num_valid,

@@ -1,7 +1,7 @@
-"""A whole replay: checks the file against the options, runs the sessions, and returns the report.
+"""Run a whole replay: check the file against the options, run the sessions, and return the report.
 
-Every turn's request is checked before the first one is sent, so a file that can't be replayed as asked fails at once
-and by name.
+All turns are checked before the first request is sent, so that an unusable file fails early with session and turn
+named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from agentspec.errors import ConfigError
 from agentspec.replay import bodies, schedule
-from agentspec.replay.client import CHAT_PATH, COMPLETION_PATH, Target, TurnClient, find_target
+from agentspec.replay.client import CHAT_PATH, COMPLETION_PATH, TurnClient, find_target
 from agentspec.replay.conversation import Conversation, ConversationError, keeps_live_history
 from agentspec.replay.live import LiveSession
 from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
@@ -38,7 +38,7 @@ Render = Callable[[Session], Iterator[RenderedTurn]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionPlan:
-    """A session as it will be replayed."""
+    """The part of a session that will be replayed."""
 
     session: Session
     turns: list[Turn]
@@ -46,12 +46,12 @@ class SessionPlan:
     """Sampling fields of each turn."""
     tools: list[dict[str, Any]]
     live: bool
-    """Whether history holds the model's own answers."""
+    """Whether later prompts contain the model's own answers."""
 
 
 def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
-    """What the options leave of the file. Raises ConfigError, naming session and turn, for what can't be replayed as
-    asked."""
+    """Plan the sessions that the options select. Raises ConfigError naming session and turn when one can't be
+    replayed."""
     sessions = kept_sessions(file.sessions, options.sessions, options.max_turns)
     subagents = Subagents(sessions)
     plans = [_plan(file, session, options, subagents.num_inherited(session)) for session in sessions]
@@ -69,12 +69,12 @@ def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
 
 
 def _agents(plans: list[SessionPlan]) -> list[Session]:
-    """The sessions that start by themselves."""
+    """Return the sessions without a parent."""
     return [plan.session for plan in plans if plan.session.parent is None]
 
 
 def _plan(file: ReplayFile, session: Session, options: ReplayOptions, num_inherited: int) -> SessionPlan:
-    """`num_inherited`: turns of the session whose answers its forks go on from."""
+    """Plan one session. `num_inherited`: number of its turns whose answers its forks inherit."""
     if session.world is not None:
         _check_live(session, options)
     turns = session.turns[: options.max_turns]
@@ -96,7 +96,10 @@ def _plan(file: ReplayFile, session: Session, options: ReplayOptions, num_inheri
 
 
 def _check_live(session: Session, options: ReplayOptions) -> None:
-    reason = f"session {session.session_id!r} has a world: the model's own answers decide what follows, and none are recorded"
+    reason = (
+        f"session {session.session_id!r} has a world: the model's own answers decide what follows, "
+        "and none are recorded"
+    )
     if options.history == "recorded":
         raise ConfigError("history", options.history, reason)
     if options.output != "free":
@@ -129,10 +132,9 @@ async def run_replay(
 ) -> Report:
     """Replay `file` against the server at the client's base URL (its root, without /v1) and measure it.
 
-    `model` is the name to ask for, None the first that the server lists. `renderer` makes the tokens of forced outputs,
-    and is there for those alone. `progress` is where live progress is shown. Raises ConfigError for options that the
-    file or the server can't meet and TargetError when there is no server; a turn that fails is a result, not an
-    error."""
+    `model`: the model name, or None for the first that the server lists. `renderer`: required for forced outputs, and
+    only then. `progress`: stream for live progress. Raises ConfigError for options that the file or the server can't
+    satisfy, and TargetError when the server can't be used. A failed turn is a result, not an error."""
     plans = make_plans(file, options)
     assert (renderer is not None) == (options.output == "forced"), "forced outputs, and only those, are rendered here"
     target = await find_target(client, model)
@@ -158,7 +160,16 @@ async def run_replay(
         await schedule.run_all(_agents(plans), options, runner.run, turn_client.now, warmup)
         wall = turn_client.now() - warmup.measured_from
     count_from(runner.records, warmup.measured_from)
-    return _report(file, options, target, runner.records, wall)
+    return Report(
+        file=file.path,
+        source=file.meta.source,
+        model=target.model,
+        url=target.url,
+        settings=options.settings(),
+        sessions=runner.records,
+        summary=summarize(runner.records, wall, num_gpus=options.gpus),
+        slo=options.slo,
+    )
 
 
 def _render(file: ReplayFile, renderer: TraceRenderer, session: Session) -> Iterator[RenderedTurn]:
@@ -168,12 +179,12 @@ def _render(file: ReplayFile, renderer: TraceRenderer, session: Session) -> Iter
 
 
 class _Runner:
-    """Runs planned sessions, and their subagents with them, over one client and keeps their records."""
+    """Runs planned sessions with their subagents over one client, and keeps their records."""
 
     def __init__(
         self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally, render: Render | None
     ) -> None:
-        """`render`: turns a session into tokens, where outputs are forced."""
+        """`render`: renders a session to token ids, for forced outputs."""
         self._plans = {plan.session.session_id: plan for plan in plans}
         self._records = {name: _new_record(plan) for name, plan in self._plans.items()}
         self._subagents = Subagents(plan.session for plan in plans)
@@ -188,15 +199,15 @@ class _Runner:
         return list(self._records.values())
 
     async def run(self, session: Session, due: float, lane: Lane) -> None:
-        """A session from its first turn to its last, and all its subagents to theirs."""
+        """Run a session and all its subagents to the end."""
         async with asyncio.TaskGroup() as group:
             await self._run_session(
                 AgentRun(lane, self._subagents, group, self._run_session), session, due, Conversation()
             )
 
     async def _run_session(self, agent: AgentRun, session: Session, since: float, conversation: Conversation) -> float:
-        """One session; returns when its last turn ended. The first request that fails ends it: subagents that it has
-        started go on, and those that it hasn't fail with it."""
+        """Run one session; returns when its last turn ended. A failed request ends the session: subagents that it has
+        started continue, the others fail with it."""
         plan, record = self._plans[session.session_id], self._records[session.session_id]
         if session.world is not None:
             num_ended = await self._run_live(
@@ -215,16 +226,18 @@ class _Runner:
     async def _run_script(
         self, plan: SessionPlan, record: SessionRecord, since: float, agent: AgentRun, conversation: Conversation
     ) -> int:
-        """The turns of a script, one after another, each due its recorded wait after the last token of what it follows.
-        Returns how many ended."""
+        """Run the turns of a recorded session. Each is due its recorded wait after the turn and the subagents that it
+        follows. Returns the number of completed turns."""
         rendered = iter(()) if self._render is None else self._render(plan.session)
         for index, turn in enumerate(plan.turns):
-            since = max(since, await agent.join(plan.session, index))
+            since = max(since, await agent.join_subagents(plan.session, index))
             entry = await self._new_entry(record, turn.delay_kind, self._wait(turn.delay_ms), since, agent.lane)
             try:
                 forced = next(rendered, None)
                 path, body, entry.diverged = (
-                    self._body(plan, index, conversation) if forced is None else self._forced(forced)
+                    self._body(plan, index, conversation)
+                    if forced is None
+                    else (COMPLETION_PATH, bodies.forced_body(forced, model=self._client.model), False)
                 )
             except ConversationError as error:
                 entry.error, entry.end = str(error), self._client.now()
@@ -233,13 +246,13 @@ class _Runner:
             reply = await self._send(path, body, record, entry, agent.lane)
             if reply is None:
                 return index
-            conversation.answer(turn, reply.message(), live=plan.live)
+            conversation.add_answer(turn, reply.message(), live=plan.live)
             since = entry.end
-            agent.start(plan.session, index, since, conversation)
+            agent.start_subagents(plan.session, index, since, conversation)
         return len(plan.turns)
 
     def _body(self, plan: SessionPlan, index: int, conversation: Conversation) -> tuple[str, dict[str, Any], bool]:
-        """Path and body of a turn's request, and whether the answer before it had to be replaced. Raises
+        """Return path and body of a turn's request, and whether the previous answer had to be replaced. Raises
         ConversationError."""
         turn, fields, model = plan.turns[index], plan.fields[index], self._client.model
         if turn.messages is None:
@@ -251,18 +264,15 @@ class _Runner:
         messages, diverged = conversation.prompt(turn)
         return CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=model), diverged
 
-    def _forced(self, turn: RenderedTurn) -> tuple[str, dict[str, Any], bool]:
-        return COMPLETION_PATH, bodies.forced_body(turn, model=self._client.model), False
-
     async def _run_live(
         self, plan: SessionPlan, live: LiveSession, record: SessionRecord, since: float, agent: AgentRun
     ) -> int:
-        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at
-        once. Returns how many ended."""
+        """Run the user turns of a session with a world. The calls of the model cause further requests, without tool
+        time. Returns the number of completed turns."""
         record.outcome = live.outcome
         for index, turn in enumerate(plan.turns):
-            live.begin()
-            since = max(since, await agent.join(plan.session, index))
+            live.begin_turn()
+            since = max(since, await agent.join_subagents(plan.session, index))
             wait, delay_kind, is_answered = self._wait(turn.delay_ms), turn.delay_kind, False
             while not is_answered:
                 entry = await self._new_entry(record, delay_kind, wait, since, agent.lane)
@@ -274,18 +284,18 @@ class _Runner:
                 if reply is None:
                     live.fail(str(entry.error))
                     return index
-                is_answered = not live.take(reply.message(), reply.finish_reason)
+                is_answered = not live.add_answer(reply.message(), reply.finish_reason)
                 since, wait, delay_kind = entry.end, 0.0, "tool"
                 if not is_answered:
                     record.num_planned += 1
                     self._tally.num_turns += 1
-            agent.start(plan.session, index, since, Conversation())
+            agent.start_subagents(plan.session, index, since, Conversation())
         return len(plan.turns)
 
     async def _new_entry(
         self, record: SessionRecord, delay_kind: str, wait: float, since: float, lane: Lane
     ) -> TurnRecord:
-        """Wait until a request is due, `wait` seconds after `since`, and open its record. Warm-up requests don't
+        """Wait until a request is due, `wait` seconds after `since`, and create its record. Warm-up requests don't
         wait."""
         is_warmup = await lane.admit()
         due = since if is_warmup else lane.due(since + wait)
@@ -304,7 +314,7 @@ class _Runner:
     async def _send(
         self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord, lane: Lane
     ) -> Reply | None:
-        """One request; None when it failed."""
+        """Send one request; None when it failed."""
         self._tally.num_running += 1
         reply = await self._client.send(path, body, entry)
         self._tally.num_running -= 1
@@ -312,7 +322,7 @@ class _Runner:
         return reply
 
     def _count(self, record: SessionRecord, entry: TurnRecord, lane: Lane) -> None:
-        """A request has ended. Nothing stays of a warm-up request, unless it failed."""
+        """Count a request that ended. Warm-up requests are dropped unless they failed."""
         record.last_end = entry.end
         if entry.is_warmup:
             lane.end_request()
@@ -322,7 +332,7 @@ class _Runner:
             record.num_planned -= 1
             self._tally.num_turns -= 1
             return
-        self._tally.add(entry)
+        self._tally.count_turn(entry)
         if entry.error is not None:
             record.error = f"turn {entry.turn + 1}: {entry.error}"
 
@@ -333,25 +343,10 @@ def _new_record(plan: SessionPlan) -> SessionRecord:
     return SessionRecord(session_id=session.session_id, group=session.group, num_planned=len(plan.turns), parent=parent)
 
 
-def _report(
-    file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float
-) -> Report:
-    return Report(
-        file=file.path,
-        source=file.meta.source,
-        model=target.model,
-        url=target.url,
-        settings=options.settings(),
-        sessions=records,
-        summary=summarize(records, wall, num_gpus=options.gpus),
-        slo=options.slo,
-    )
-
-
 def http_client(options: ReplayOptions) -> httpx.AsyncClient:
-    """A client for `--base-url`: as many connections as the schedule wants, and no time limit but the turn's own.
+    """Create the client for `--base-url`, with unlimited connections and no time limit except the turn's own.
 
-    Raises ConfigError when the URL can't be one."""
+    Raises ConfigError for an invalid URL."""
     assert options.base_url is not None
     root = options.base_url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key is not None else {}

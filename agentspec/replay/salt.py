@@ -1,8 +1,7 @@
-"""Salts: texts in a session's opening that keep a server's prefix cache from knowing it from an earlier run, or from
-another session.
+"""Salts: texts at the start of a session that prevent prefix cache hits from earlier runs or other sessions.
 
-They depend on the seed and the session's name alone, so a run with the same seed sends the same prompts. Knows nothing
-of servers or requests.
+They depend only on the seed and the session id, so runs with the same seed send the same prompts. Knows nothing of
+servers or requests.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from agentspec.replay.schema import InputMessage, ReplayFile, Session, TextPart
 from agentspec.replay.subagents import kept_sessions
 
 _SYSTEM_BYTES = 2
-"""Four hex digits, as MLPerf Endpoints has it."""
+"""Four hex digits, as in MLPerf Endpoints."""
 _USER_BYTES = 8
 
 
 def salted(file: ReplayFile, options: ReplayOptions) -> ReplayFile:
-    """The file with the salts that the options ask for in the sessions that they leave. Raises ConfigError for a
-    session that has no place for them.
+    """Insert the salts of the options into the sessions that they select. Raises ConfigError for a session that has no
+    place for them.
 
-    system: `[salt: ....]` before the system prompt, the same in all sessions of a run, and another behind it, the
-    session's own, as MLPerf Endpoints has it. What the template puts before the system prompt stays shared by all runs,
-    the prompt is shared inside a run, the rest by no two sessions. first-user: one before the first user message, the
-    session's own; tools and system prompt stay shared by all runs. Subagents have their agent's salts, as aiperf has
-    it; forks go on from salted messages already."""
+    system: `[salt: ....]` before the system prompt, equal in all sessions of a run, and one after it, unique to the
+    session, as in MLPerf Endpoints. Text that the template puts before the system prompt stays shared by all runs, the
+    prompt is shared within a run, and the rest is never shared. first-user: one before the first user message, unique
+    to the session; tools and system prompt stay shared by all runs. Subagents have the salts of their agent, as in
+    aiperf. Forks continue salted messages already."""
     if options.salt == "none":
         return file
     salt = _salt_system if options.salt == "system" else _salt_user
@@ -47,15 +46,15 @@ def salted(file: ReplayFile, options: ReplayOptions) -> ReplayFile:
 
 
 def _agent(session: Session, by_id: dict[str, Session]) -> str:
-    """The session that it belongs to: itself, or the one from which all its parents come."""
+    """Return the id of the session's agent: its root ancestor, or itself."""
     while session.parent is not None:
         session = by_id[session.parent.session_id]
     return session.session_id
 
 
 _Salt = Callable[[list[InputMessage], int, str], list[InputMessage]]
-"""Messages of a first turn, seed and agent -> the same messages with their salts. Raises ValueError when there is no
-place for them."""
+"""(messages of a first turn, seed, agent) -> salted messages. Raises ValueError when there is no place for the
+salts."""
 
 
 def _salted(session: Session, seed: int, agent: str, salt: _Salt) -> Session:

@@ -1,8 +1,7 @@
-"""When sessions start and how many run at once; each session's turns follow one another on their own.
+"""Schedule the sessions: when they start, and how many run at once.
 
-Closed loop: a fixed number of lanes, each takes the next session when it is free. Open loop: every session has an
-arrival time, whether or not the server keeps up; a limit on running sessions then delays starts, and the records show
-that as lag.
+Closed loop: a fixed number of lanes; a free lane takes the next session. Open loop: every session has an arrival time,
+independent of the server. A concurrency limit then delays starts, which the records show as lag.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from agentspec.replay.schema import Session
 from agentspec.replay.warmup import Lane, Warmup
 
 RunSession = Callable[[Session, float, Lane], Awaitable[None]]
-"""Runs a session, and its subagents, whose first turn is due at a time (seconds on the run's clock), in a lane."""
+"""(session, due time of its first turn in seconds on the run's clock, lane) -> runs the session and its subagents."""
 
 
 def arrivals(sessions: Sequence[Session], options: ReplayOptions) -> list[float]:
-    """Seconds from the start of the run at which each session arrives (trace and poisson).
+    """Return the arrival of each session, in seconds from the start of the run (trace and poisson).
 
-    Raises ValueError for a session without `start_ms` in a trace. A trace begins with its first session."""
+    A trace starts at its first session. Raises ValueError for a session without `start_ms` in a trace."""
     if options.arrival == "trace":
         starts: list[float] = []
         for session in sessions:
@@ -42,16 +41,16 @@ def arrivals(sessions: Sequence[Session], options: ReplayOptions) -> list[float]
 async def run_all(
     sessions: Sequence[Session], options: ReplayOptions, run: RunSession, now: Callable[[], float], warmup: Warmup
 ) -> None:
-    """Run every session as the options say; returns when the last has ended. `sessions` are those without a parent:
-    others start with theirs."""
+    """Run all sessions; returns when the last has ended. `sessions`: those without a parent, which start their
+    subagents."""
     if options.arrival == "closed":
-        await _closed_loop(sessions, [warmup.lane() for _ in range(num_lanes(sessions, options))], run, now)
+        await _closed_loop(sessions, [warmup.new_lane() for _ in range(num_lanes(sessions, options))], run, now)
     else:
         await _open_loop(sessions, arrivals(sessions, options), options.lanes, run, now, warmup)
 
 
 def num_lanes(sessions: Sequence[Session], options: ReplayOptions) -> int:
-    """Lanes that a closed loop of these sessions has."""
+    """Return the number of lanes of a closed loop."""
     return min(options.lanes or len(sessions), len(sessions))
 
 
@@ -85,7 +84,7 @@ async def _open_loop(
         async with AsyncExitStack() as stack:
             if places is not None:
                 await stack.enter_async_context(places)
-            await run(session, time, warmup.lane())
+            await run(session, time, warmup.new_lane())
 
     async with asyncio.TaskGroup() as group:
         for session, time in sorted(zip(sessions, times, strict=True), key=lambda pair: pair[1]):

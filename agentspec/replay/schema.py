@@ -1,8 +1,8 @@
-"""The replay file format `agentspec.replay/1`: its structs, and reading and writing them with every rule checked.
+"""The replay file format `agentspec.replay/1`: its structs, and reading and writing with all rules checked.
 
-JSON lines, plain or gzip: an optional `meta` line first, then one session a line. docs/replay.md describes each field.
-Unknown keys are errors, except keys that begin with `x_`: those are notes of other tools, read over and not kept. Knows
-nothing about HTTP, tokens or time.
+JSON lines, plain or gzip: an optional `meta` line, then one session per line. docs/replay.md describes each field.
+Unknown keys are errors, except keys that begin with `x_`: notes of other tools, which are dropped. Knows nothing about
+HTTP, tokens or time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -22,15 +23,15 @@ from agentspec.replay.world import Goal, World
 from agentspec.replay.world_check import check_goal, check_world
 
 CLIENT_FIELDS = frozenset({"messages", "prompt", "model", "stream", "stream_options", "tools", "return_token_ids"})
-"""Request fields that the client itself writes; neither `defaults` nor `extra` may hold them."""
+"""Request fields that the client itself sets; not allowed in `defaults` or `extra`."""
 
 DEFAULT_MAX_REQUESTS = 8
 
 MAX_LINE_BYTES, MAX_FILE_BYTES = 2**28, 2**32
-"""Of what is read, decompressed: a session, and a file."""
+"""Limits on the decompressed bytes of a line and of a file."""
 
 MAX_TOKENS = 2**24
-"""Of a prompt or an answer that is given by its length."""
+"""Limit on a prompt or answer that is given by its length."""
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,7 +45,7 @@ class TextPart(_Strict, frozen=True, kw_only=True, tag="text", tag_field="type")
 class FunctionCall(_Strict, frozen=True, kw_only=True):
     name: str
     arguments: str
-    """A JSON object, as text (OpenAI's form), or whatever else the model wrote there."""
+    """A JSON object as text (OpenAI's form), or any other text that the model wrote."""
 
 
 class ToolCall(_Strict, frozen=True, kw_only=True):
@@ -54,13 +55,13 @@ class ToolCall(_Strict, frozen=True, kw_only=True):
 
 
 class InputMessage(_Strict, frozen=True, kw_only=True):
-    """A message that the client adds: everything but the model's own."""
+    """A message that the client adds: any but the model's own."""
 
     role: Literal["system", "developer", "user", "tool"]
     content: str | list[TextPart]
     name: str | None = None
     tool_call_id: str | None = None
-    """Of a tool's result. Absent: results belong to the calls in their order."""
+    """Of a tool result. Absent: results are matched to calls by position."""
 
 
 class AssistantMessage(_Strict, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ class AssistantMessage(_Strict, frozen=True, kw_only=True):
 
 
 class RecordedUsage(_Strict, frozen=True, kw_only=True):
-    """Tokens as the recording server counted them (its tokenizer, not ours)."""
+    """Token counts of the recording server, with its own tokenizer."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -82,13 +83,13 @@ class RecordedUsage(_Strict, frozen=True, kw_only=True):
 
 
 class Expect(_Strict, frozen=True, kw_only=True):
-    """What was recorded for a turn. Never compared with an answer: history and output lengths may be taken from it."""
+    """Recorded data of a turn. History and output lengths may be taken from it; answers are never compared with it."""
 
     message: AssistantMessage | None = None
     finish_reason: str | None = None
     output_tokens: int | None = None
     hash_ids: list[int] | None = None
-    """Of a token-run turn: the blocks of its `output_tokens`, where later prompts hold them."""
+    """Of a token-run turn: the blocks of its `output_tokens`, if later prompts contain them."""
     usage: RecordedUsage | None = None
     latency_ms: float | None = None
 
@@ -97,24 +98,24 @@ class Turn(_Strict, frozen=True, kw_only=True):
     """One request. It has exactly one prompt form: `messages`, or `input_length` with `block_size` and `hash_ids`."""
 
     messages: list[InputMessage] | None = None
-    """Only what is new: the answers between turns come from `expect` or from the model."""
+    """New messages only: the answers between turns come from `expect` or from the model."""
     input_length: int | None = None
-    """Tokens of the whole prompt (a token-run prompt repeats its history; see token_runs)."""
+    """Length of the whole prompt in tokens, including history (token_runs.py)."""
     block_size: int | None = None
     hash_ids: list[int] | None = None
-    """One id a block; equal ids are equal tokens. The last, partial block has its own."""
+    """One id per block; equal ids mean equal tokens. The last, partial block has its own id."""
     delay_ms: float = 0.0
-    """Wait after the last token of the previous turn and of the subagents that the turn joins. A subagent waits first
-    after the last token of the turn that starts it."""
+    """Wait after the last token of the previous turn and of the subagents that the turn joins. A subagent's first wait
+    begins after the last token of the turn that starts it."""
     delay_kind: Literal["start", "tool", "user", "none"] = "none"
     max_tokens: int | None = None
     extra: dict[str, Any] = {}
-    """OpenAI request fields of this turn, sent as they are."""
+    """OpenAI request fields of this turn, sent unchanged."""
     expect: Expect | None = None
     goal: Goal | None = None
-    """What this turn of a session with a world is to achieve."""
+    """Goal of this turn, in a session with a world."""
     max_requests: int = DEFAULT_MAX_REQUESTS
-    """In a session with a world: requests that may follow this turn of the user, the first one included."""
+    """In a session with a world: greatest number of requests of this user turn."""
 
     @property
     def recorded_message(self) -> AssistantMessage | None:
@@ -122,7 +123,7 @@ class Turn(_Strict, frozen=True, kw_only=True):
 
     @property
     def recorded_output_tokens(self) -> int | None:
-        """Length of the recorded answer: `expect.output_tokens`, else what the recorded usage says."""
+        """Length of the recorded answer: `expect.output_tokens`, else from the recorded usage; None when unknown."""
         if self.expect is None:
             return None
         if self.expect.output_tokens is not None:
@@ -131,37 +132,38 @@ class Turn(_Strict, frozen=True, kw_only=True):
 
 
 class Parent(_Strict, frozen=True, kw_only=True):
-    """The session is a subagent: it starts when `turn` of another session has ended. In a live session turns are the
-    user's."""
+    """The parent of a subagent, which starts when `turn` of the parent has ended. In a live session these are user
+    turns."""
 
     session_id: str
     turn: int
     """From 0."""
     mode: Literal["spawn", "fork"] = "spawn"
-    """fork: the session goes on from its parent's messages, the answer to `turn` included, with its parent's tools.
-    Prompts of token runs are whole ones, so they hold what they inherit themselves."""
+    """fork: the session continues the parent's messages, including the answer to `turn`, with the parent's tools.
+    Token-run prompts are complete, so they contain the inherited part themselves."""
     join_turn: int | None = None
-    """The parent's turn that is not sent before this session has ended. None: nobody waits for it."""
+    """The parent's turn that waits until this session has ended. None: no turn waits."""
 
 
 class Session(_Strict, frozen=True, kw_only=True, tag="session", tag_field="type"):
     session_id: str
     turns: list[Turn]
     group: str | None = None
-    """Sessions that repeat one task share it."""
+    """Sessions that repeat the same task share a group."""
     start_ms: float | None = None
-    """Arrival on the trace's clock."""
+    """Arrival on the trace's clock, in milliseconds."""
     toolset: str | None = None
     """Name in `meta.toolsets`."""
     tools: list[dict[str, Any]] | None = None
     parent: Parent | None = None
     """Of a subagent."""
     world: World | None = None
-    """What the tools work on. The session is live: the model's calls are executed, and each turn is the user's."""
+    """The data that the tools operate on. The session is live: the model's calls are executed, and each turn is a user
+    turn."""
 
     @property
     def is_fork(self) -> bool:
-        """Whether its prompts begin with its parent's messages."""
+        """Whether the session's prompts begin with its parent's messages."""
         return self.parent is not None and self.parent.mode == "fork" and self.turns[0].messages is not None
 
 
@@ -170,7 +172,7 @@ class Meta(_Strict, frozen=True, kw_only=True, tag="meta", tag_field="type"):
     toolsets: dict[str, list[dict[str, Any]]] = {}
     """Lists of OpenAI tools, shared by reference."""
     defaults: dict[str, Any] = {}
-    """OpenAI request fields of every turn; a turn's own win."""
+    """OpenAI request fields of every turn; a turn's own fields take precedence."""
     source: dict[str, Any] = {}
     """Free text: where the file comes from, and its licence."""
 
@@ -190,7 +192,7 @@ class ReplayFile(msgspec.Struct, frozen=True, kw_only=True):
         return session.tools or []
 
     def inherited(self, session: Session) -> list[Turn]:
-        """The turns of its forebears that a fork's prompts begin with; none of any other session."""
+        """Return the ancestors' turns with which a fork's prompts begin; empty for other sessions."""
         if session.parent is None or not session.is_fork:
             return []
         parent = self._parent(session)
@@ -201,14 +203,23 @@ class ReplayFile(msgspec.Struct, frozen=True, kw_only=True):
         return next(other for other in self.sessions if other.session_id == session.parent.session_id)
 
 
+@contextmanager
+def errors_at(path: str | Path, line: int, prefix: str = "") -> Iterator[None]:
+    """Raise the block's ValueError, msgspec's included, as a ReplayFileError at a line."""
+    try:
+        yield
+    except ValueError as error:
+        raise ReplayFileError(str(path), line, f"{prefix}{error}") from None
+
+
 def load(path: str | Path) -> ReplayFile:
-    """Read a replay file. Raises ReplayFileError with the line and the field of the first problem."""
+    """Read a replay file. Raises ReplayFileError with line and field of the first problem."""
     meta: Meta | None = None
     sessions: dict[str, Session] = {}
     lines: dict[str, int] = {}
     for number, line in read_lines(path):
-        item = parse_line(str(path), number, line)
-        try:
+        with errors_at(path, number):
+            item = parse_line(line)
             if isinstance(item, Session):
                 check_session(item, meta or Meta())
                 if item.session_id in sessions:
@@ -219,20 +230,16 @@ def load(path: str | Path) -> ReplayFile:
                     raise ValueError("type: the meta line must be the first line, and the only one")
                 check_meta(item)
                 meta = item
-        except ValueError as error:
-            raise ReplayFileError(str(path), number, str(error)) from None
     if not sessions:
         raise ReplayFileError(str(path), 1, "the file has no sessions")
     for name, session in sessions.items():
-        try:
+        with errors_at(path, lines[name], f"session {name!r}: "):
             check_parent(session, sessions)
-        except ValueError as error:
-            raise ReplayFileError(str(path), lines[name], f"session {name!r}: {error}") from None
     return ReplayFile(path=str(path), meta=meta or Meta(), sessions=list(sessions.values()))
 
 
 def save(file: ReplayFile, path: str | Path) -> None:
-    """Write a replay file; gzip when the name ends in `.gz`. Equal contents give equal bytes."""
+    """Write a replay file, gzipped when the name ends in `.gz`. Output is deterministic."""
     data = b"".join(msgspec.json.encode(item) + b"\n" for item in (file.meta, *file.sessions))
     files.write(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data, field="output")
 
@@ -240,11 +247,11 @@ def save(file: ReplayFile, path: str | Path) -> None:
 def read_lines(
     path: str | Path, *, line_bytes: int = MAX_LINE_BYTES, file_bytes: int = MAX_FILE_BYTES
 ) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes. Read as a stream: a
-    file may be much larger than it looks.
+    """Yield (number from 1, bytes) of each non-blank line. Gzip is detected by its magic bytes and read as a stream,
+    since it may decompress to much more.
 
-    line_bytes, file_bytes: of what is decompressed. Raises ReplayFileError for more, and for what is no regular
-    file."""
+    `line_bytes`, `file_bytes`: limits after decompression. Raises ReplayFileError beyond them, and for a file that is
+    not regular."""
     number = size = 0
     try:
         with files.open_regular(path) as file:
@@ -266,7 +273,7 @@ def read_lines(
 
 
 def decoded(line: bytes) -> Any:
-    """A JSON value. Raises ValueError for what is none, or is nested too deep."""
+    """Decode a JSON value. Raises ValueError when it is invalid or nested too deep."""
     try:
         value = msgspec.json.decode(line)
     except RecursionError:
@@ -277,36 +284,24 @@ def decoded(line: bytes) -> Any:
     raise ValueError(f"the JSON is nested deeper than {MAX_NESTING} levels")
 
 
-def parse_line(path: str, number: int, line: bytes) -> Meta | Session:
-    """One line as a struct; shape and types are checked, the rules between fields are not (see check_session)."""
-    try:
-        return msgspec.convert(_without_notes(decoded(line)), type=Meta | Session)
-    except ValueError as error:  # malformed JSON, a missing or unknown key, a wrong type: the message names the field
-        raise ReplayFileError(path, number, str(error)) from None
+def parse_line(line: bytes) -> Meta | Session:
+    """Decode one line to a struct. Checks shape and types, but not the rules between fields (see check_session).
+
+    Raises ValueError naming the field of a missing or unknown key or a wrong type."""
+    return msgspec.convert(_without_notes(decoded(line)), type=Meta | Session)
 
 
-_ENDLESS = 1e15
-"""Milliseconds: more than a trace's clock shows."""
+_MAX_MILLISECONDS = 1e15
+"""Milliseconds; above any real clock of a trace."""
 
-_NESTED = {
-    "turns",
-    "messages",
-    "expect",
-    "message",
-    "usage",
-    "parent",
-    "tool_calls",
-    "function",
-    "content",
-    "world",
-    "goal",
-}
-"""Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody
-else."""
+_NESTED = frozenset(
+    ("turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content", "world", "goal")
+)
+"""Keys whose values are structs of the format. Other objects (tools, extra, arguments) are not the format's own."""
 
 
 def _without_notes(value: Any) -> Any:
-    """The value without the `x_*` keys of the format's own objects."""
+    """Return the value without the `x_*` keys of the format's own objects."""
     if isinstance(value, list):
         return [_without_notes(item) for item in value]
     if isinstance(value, dict):
@@ -319,14 +314,14 @@ def _without_notes(value: Any) -> Any:
 
 
 def check_meta(meta: Meta) -> None:
-    """Raise ValueError for the first rule that the meta line breaks."""
+    """Raise ValueError for the first rule that the meta line violates."""
     _check_request_fields("defaults", meta.defaults)
     for name, tools in meta.toolsets.items():
         _check_tools(f"toolsets.{name}", tools)
 
 
 def check_session(session: Session, meta: Meta) -> None:
-    """Raise ValueError, naming the field, for the first rule between fields that a session breaks."""
+    """Raise ValueError naming the field for the first rule that a session violates."""
     if not session.session_id:
         raise ValueError("session_id: must not be empty")
     if session.toolset is not None and session.tools is not None:
@@ -350,27 +345,27 @@ def check_session(session: Session, meta: Meta) -> None:
 
 
 def check_parent(session: Session, sessions: Mapping[str, Session]) -> None:
-    """Raise ValueError, naming the field, for the first rule that a session breaks as the subagent of another of
-    `sessions` (by their ids)."""
+    """Raise ValueError naming the field for the first rule that a subagent violates. `sessions`: all sessions by id."""
     link = session.parent
     if link is None:
         return
     parent = sessions.get(link.session_id)
     if parent is None:
         raise ValueError(f"parent.session_id: {link.session_id!r} is no session of this file")
-    forebears = [session.session_id]
+    ancestors = [session.session_id]
     above: Session | None = parent
     while above is not None:
-        if above.session_id in forebears:
+        if above.session_id in ancestors:
             raise ValueError(
-                f"parent.session_id: the parents go round in a circle: {' -> '.join([*forebears, above.session_id])}"
+                f"parent.session_id: the parents go round in a circle: {' -> '.join([*ancestors, above.session_id])}"
             )
-        forebears.append(above.session_id)
+        ancestors.append(above.session_id)
         above = sessions.get(above.parent.session_id) if above.parent is not None else None
     for field, turn in (("turn", link.turn), ("join_turn", link.join_turn)):
         if turn is not None and not 0 <= turn < len(parent.turns):
             raise ValueError(
-                f"parent.{field}: {turn} is no turn of session {parent.session_id!r}, which has {len(parent.turns)}, from 0"
+                f"parent.{field}: {turn} is no turn of session {parent.session_id!r}, "
+                f"which has {len(parent.turns)}, from 0"
             )
     if link.join_turn is not None and link.join_turn <= link.turn:
         raise ValueError(
@@ -410,7 +405,7 @@ def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:
 
 
 def _check_live(where: str, turn: Turn, world: World | None) -> None:
-    """The rules that a turn keeps because its session has a world, or has none."""
+    """Check the rules of turns in a session with a world, or without one."""
     if turn.max_requests < 1:
         raise ValueError(f"{where}.max_requests: {turn.max_requests} must be at least 1")
     if world is None:
@@ -495,5 +490,5 @@ def _check_tools(where: str, tools: list[dict[str, Any]]) -> None:
 
 
 def _check_not_negative(where: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < _ENDLESS:
-        raise ValueError(f"{where}: {value} must not be negative, nor {_ENDLESS:g} or more")
+    if value is not None and not 0 <= value < _MAX_MILLISECONDS:
+        raise ValueError(f"{where}: {value} must not be negative, nor {_MAX_MILLISECONDS:g} or more")

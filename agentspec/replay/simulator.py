@@ -1,7 +1,7 @@
-"""Runs the tools of a simulated world: a call in, the text of its result out, deterministic to the last byte.
+"""Execute the tools of a simulated world deterministically: from a call to the text of its result.
 
-A call that a real service would refuse (unknown tool, arguments that break the schema, no such record) gets an error as
-its result, as a model would see it there. Knows nothing of HTTP, models or time.
+A call that a real service would refuse (unknown tool, arguments that violate the schema, no such record) returns an
+error as its result. Knows nothing of HTTP, models or time.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from agentspec.replay.world import (
 )
 
 Tables = dict[str, dict[str, Record]]
-"""Table -> key as text -> record, in table order."""
+"""Table name -> key as text -> record, in table order."""
 
 
 class ToolError(Exception):
-    """The tool refuses; its text is what the model gets to see."""
+    """The tool refuses the call; the model gets the message as the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a call came to."""
+    """The result of a call."""
 
     text: str
     """Content of the tool message: JSON."""
     problem: str | None = None
-    """Why the call itself is invalid (no such tool, no JSON object, schema broken); None for a valid call, whatever its
-    result."""
+    """Why the call itself is invalid (no such tool, not a JSON object, schema violated); None for a valid call, even if
+    its result is an error."""
     kind: str | None = None
-    """The problem without its names and values, for counting."""
+    """The problem without names and values, for counting."""
 
 
 _Problem = tuple[str, str]
-"""Kind and text."""
+"""(kind, text)."""
 
 
 class Simulator:
-    """One session's world while it runs. `call` for each tool call in order; `snapshot` before a turn and `reached`
+    """The running world of one session. Use `call` for each tool call in order, `snapshot` before a turn and `misses`
     after it."""
 
     def __init__(self, world: World, tools: list[dict[str, Any]]) -> None:
-        """`tools` are OpenAI function tools; their schemas judge the calls."""
+        """`tools`: OpenAI function tools; calls are validated against their schemas."""
         self._actions = world.actions
         self._schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
@@ -75,7 +75,7 @@ class Simulator:
         self._num_calls = dict.fromkeys(world.actions, 0)
 
     def call(self, name: str, arguments: str) -> Outcome:
-        """Execute one call; `arguments` is the JSON text that the model wrote."""
+        """Execute one call; `arguments`: the JSON text that the model wrote."""
         values = self._values(name, arguments)
         if isinstance(values, tuple):
             kind, problem = values
@@ -87,23 +87,19 @@ class Simulator:
         return Outcome(text=_json(result))
 
     def problem(self, name: str, arguments: str) -> tuple[str, str] | None:
-        """Kind and text of what is wrong with a call, without executing it; None for a valid one."""
+        """Return (kind, text) of the problem of a call, without executing it; None for a valid call."""
         values = self._values(name, arguments)
         return values if isinstance(values, tuple) else None
 
     def snapshot(self) -> Tables:
-        """A copy of all records as they are now."""
+        """Return a copy of all current records."""
         return copy.deepcopy(self._tables)
 
-    def reached(self, goal: Goal, before: Tables, *, answer: str, num_calls: int) -> bool:
-        """Whether a turn that began at `before` and ended with the words `answer` after `num_calls` calls reached its
-        goal."""
-        return not self.misses(goal, before, answer=answer, num_calls=num_calls)
-
     def misses(self, goal: Goal, before: Tables, *, answer: str | None, num_calls: int) -> list[str]:
-        """Everything that a turn's goal asks for and does not hold, in words; empty when the goal is reached.
+        """Return the unmet requirements of a turn's goal as text; empty when the goal is reached.
 
-        `answer` None: the turn ended without one, which the caller reports itself."""
+        `before`: the tables when the turn began. `answer` None: the turn ended without an answer, which the caller
+        reports itself."""
         missed = []
         if answer is not None:
             said = answer.casefold()
@@ -115,7 +111,7 @@ class Simulator:
         return missed + _differences(expected(before, goal), self._tables)
 
     def _values(self, name: str, arguments: str) -> Record | _Problem:
-        """The arguments of a valid call, else what is wrong with it."""
+        """Return the arguments of a valid call, else its problem."""
         if name not in self._actions:
             return "unknown tool", f"there is no tool named {name!r}"
         try:
@@ -217,7 +213,7 @@ class Simulator:
 
 
 def expected(before: Tables, goal: Goal) -> Tables:
-    """The tables as a turn with this goal must leave them."""
+    """Return the tables that a turn with this goal must result in."""
     tables = {name: dict(records) for name, records in before.items()}
     for name, changes in goal.changes.items():
         for key, record in changes.items():
@@ -229,7 +225,7 @@ def expected(before: Tables, goal: Goal) -> Tables:
 
 
 def _differences(wanted: Tables, found: Tables) -> list[str]:
-    """In words, where the tables are not as they should be."""
+    """Return the differences between the tables as text."""
     differences = []
     for name in wanted:
         for key in sorted(wanted[name].keys() | found[name].keys()):
@@ -251,7 +247,7 @@ def _differences(wanted: Tables, found: Tables) -> list[str]:
 
 
 def changes(before: Tables, after: Tables) -> dict[str, dict[str, Record | None]]:
-    """The `Goal.changes` that lead from one state to the other."""
+    """Return the `Goal.changes` that lead from one state to the other."""
     found: dict[str, dict[str, Record | None]] = {}
     for name, records in after.items():
         old = before[name]
@@ -263,7 +259,8 @@ def changes(before: Tables, after: Tables) -> dict[str, dict[str, Record | None]
 
 
 def next_key(key: str) -> str:
-    """The key after this one: its last number counts up and keeps its width. Raises ValueError when it ends in none."""
+    """Return the next key: the number at its end is incremented and keeps its width. Raises ValueError without a
+    number."""
     match = re.search(r"\d+$", key)
     if match is None:
         raise ValueError(f"key {key!r} doesn't end in a number")
@@ -275,7 +272,7 @@ _MAX_EXPRESSION = 200
 
 
 def calculate(expression: str) -> int | float:
-    """Value of an expression of numbers, + - * / and brackets, rounded to 6 decimals. Raises ToolError for anything
+    """Evaluate an expression of numbers, + - * / and brackets, rounded to 6 decimals. Raises ToolError for anything
     else."""
     try:
         if len(expression) > _MAX_EXPRESSION:

@@ -1,7 +1,7 @@
-"""Service level objectives: upper bounds on the times of a turn, and how many turns kept all of them (goodput).
+"""Service level objectives: upper bounds on the times of a turn, and goodput, the rate of turns that meet all of them.
 
-Goodput counts turns as DistServe (Zhong et al., OSDI 2024), vLLM and aiperf count requests: those that meet every
-bound, a second of the run.
+Goodput is defined as in DistServe (Zhong et al., OSDI 2024), vLLM and aiperf: turns that meet every bound, per second
+of the run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from agentspec.errors import ConfigError
 
-if TYPE_CHECKING:  # numpy, which measure.py needs, takes longer to load than all that a command's flags need
+if TYPE_CHECKING:  # measure.py imports numpy, which would slow down the parsing of flags
     from agentspec.replay.measure import TurnRecord
 
 FAILED = "failed"
-"""What a failed turn missed, whatever the bounds are."""
+"""The bound that a failed turn misses."""
 
 TIMES: dict[str, Callable[[TurnRecord], float | None]] = {
     "turn": lambda turn: turn.latency,
@@ -26,9 +26,8 @@ TIMES: dict[str, Callable[[TurnRecord], float | None]] = {
     "tpot": lambda turn: turn.time_per_token,
     "gap": lambda turn: turn.longest_gap,
 }
-"""What can be bounded, in seconds: sending to last token, sending to first token, mean between tokens, longest gap
-between events of the stream. None where a turn has no such time: an answer in one piece has no tokens to wait for after
-it."""
+"""Times that can be bounded, in seconds: sending to last token, sending to first token, mean between tokens, longest
+gap between stream events. None when a turn has no such time: an answer in one event has no gaps."""
 
 _UNITS = {"": 1.0, "s": 1.0, "ms": 0.001}
 _BOUND = re.compile(r"(?P<name>[a-z]+)=(?P<number>[0-9]*\.?[0-9]+)(?P<unit>|s|ms)")
@@ -36,16 +35,16 @@ _BOUND = re.compile(r"(?P<name>[a-z]+)=(?P<number>[0-9]*\.?[0-9]+)(?P<unit>|s|ms
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """What became of the turns that were sent."""
+    """How many sent turns met the bounds."""
 
     num_turns: int
-    """Answered and failed ones."""
+    """Number of sent turns, answered or failed."""
     num_met: int
     missed: Mapping[str, int]
-    """Turns that missed each bound, the bounds in their order, and FAILED ones last where there are some. A turn may
-    miss several."""
+    """Bound -> number of turns that missed it, in the order of the bounds, then FAILED if any failed. A turn may miss
+    several."""
     rate: float | None
-    """Turns within all bounds, a second of the run."""
+    """Turns within all bounds, per second of the run."""
 
     @property
     def share(self) -> float | None:
@@ -60,8 +59,8 @@ class Slo:
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> Slo:
-        """The bounds of all `--slo` flags, each a list like `turn=10,ttft=150ms`; without a unit they are seconds.
-        Raises ConfigError."""
+        """Parse all `--slo` flags, each a list like `turn=10,ttft=150ms`. The default unit is seconds. Raises
+        ConfigError."""
         bounds: dict[str, float] = {}
         for part in (part.strip() for flag in flags for part in flag.split(",")):
             found = _BOUND.fullmatch(part)
@@ -78,14 +77,14 @@ class Slo:
         return cls(bounds)
 
     def missed(self, turn: TurnRecord) -> list[str]:
-        """Names of the bounds that the turn was over, in their order; empty when it met all."""
+        """Return the names of the bounds that the turn exceeded, in order; empty when it met all."""
         if turn.error is not None:
             return [FAILED]
         times = ((name, bound, TIMES[name](turn)) for name, bound in self.bounds.items())
         return [name for name, bound, seconds in times if seconds is not None and seconds > bound]
 
     def goodput(self, turns: Iterable[TurnRecord], wall: float) -> Goodput:
-        """Of all turns that were sent in a run of `wall` seconds."""
+        """Return the goodput of all turns sent in a run of `wall` seconds."""
         missed = [self.missed(turn) for turn in turns]
         counts = Counter(name for names in missed for name in names)
         num_met = sum(not names for names in missed)

@@ -1,7 +1,6 @@
-"""Warm-up: the first requests of each lane of a closed loop are sent before the measurement begins, and count in none
-of its figures.
+"""Warm-up: the first requests of each lane of a closed loop are sent before the measurement and excluded from it.
 
-The measurement begins for all lanes at once, when the last of these requests has ended.
+The measurement begins for all lanes at once, when the last warm-up request has ended.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from agentspec.replay.measure import SessionRecord
 
 
 class Warmup:
-    """`lane()` for each lane before the first request is sent; a lane asks before each of its requests."""
+    """Call `new_lane()` for each lane before the first request is sent. A lane must call `admit()` before each
+    request."""
 
     def __init__(
         self, num_requests: int, now: Callable[[], float], on_end: Callable[[float], None] = lambda time: None
     ) -> None:
-        """`num_requests` of each lane; 0: the measurement begins at 0. `on_end` is told when it began."""
+        """`num_requests`: per lane; 0: the measurement begins at 0. `on_end` is called with the start of the
+        measurement."""
         self.measured_from = 0.0
-        """When the measurement began, on the clock of `now`."""
+        """Start of the measurement on the clock of `now`."""
         self._num_requests = num_requests
         self._now = now
         self._on_end = on_end
@@ -29,16 +30,16 @@ class Warmup:
         if not num_requests:
             self._over.set()
 
-    def lane(self) -> Lane:
+    def new_lane(self) -> Lane:
         self._num_lanes += 1
         return Lane(self, self._num_requests)
 
     async def wait(self) -> None:
-        """Until the measurement has begun."""
+        """Wait until the measurement begins."""
         await self._over.wait()
 
     def end_lane(self) -> None:
-        """A lane has no warm-up request left and none in flight."""
+        """Called by a lane that has no warm-up request left or in flight."""
         self._num_lanes -= 1
         if not self._num_lanes and not self._over.is_set():
             self.measured_from = self._now()
@@ -47,7 +48,7 @@ class Warmup:
 
 
 class Lane:
-    """One lane. Its sessions may ask for several requests at the same time."""
+    """One lane. Its sessions may have several requests in flight."""
 
     def __init__(self, warmup: Warmup, num_requests: int) -> None:
         self._warmup = warmup
@@ -56,7 +57,7 @@ class Lane:
         self._has_ended = False
 
     async def admit(self) -> bool:
-        """Before a request. True: it is a warm-up request, and `end_request` must follow. False: the measurement has
+        """Admit a request. True: it is a warm-up request, and `end_request` must follow. False: the measurement has
         begun."""
         if self._num_left:
             self._num_left -= 1
@@ -66,16 +67,16 @@ class Lane:
         return False
 
     def due(self, time: float) -> float:
-        """When a measured request is due whose wait is over at `time`: not before the measurement began."""
+        """Return the due time of a measured request whose wait ends at `time`: not before the measurement began."""
         return max(time, self._warmup.measured_from)
 
     def end_request(self) -> None:
-        """A warm-up request has ended."""
+        """End a warm-up request."""
         self._num_running -= 1
         self._check()
 
     def close(self) -> None:
-        """There is no session left for this lane."""
+        """End the lane: it has no session left."""
         self._num_left = 0
         self._check()
 
@@ -86,7 +87,7 @@ class Lane:
 
 
 def count_from(records: Iterable[SessionRecord], start: float) -> None:
-    """Move the times of all records so that `start` is 0."""
+    """Shift the times of all records so that `start` is 0."""
     for record in records:
         record.last_end -= start
         for turn in record.turns:

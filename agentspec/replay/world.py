@@ -1,9 +1,8 @@
-"""The simulated world of a live session, as data: tables of records, what each tool does to them, and the goals of the
-user's turns.
+"""The simulated world of a live session, as data: tables of records, the action of each tool, and the goals of user
+turns.
 
-A session with a world is no script: the calls that the model makes are executed by simulator.py against these tables.
-Declarative, so that a replay file holds everything and tools that nobody has seen before need no code. Knows nothing of
-HTTP, models or time.
+In a session with a world, simulator.py executes the model's calls against these tables. The description is declarative,
+so that a replay file is self-contained and new tools need no code. Knows nothing of HTTP, models or time.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ Record = dict[str, Any]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of every struct here; part of the replay format, where unknown keys are errors."""
+    """Base of every struct here. Part of the replay format: unknown keys are errors."""
 
 
 class Table(_Strict, frozen=True, kw_only=True):
-    """Records that share their columns."""
+    """A table: records with the same columns."""
 
     key: str
-    """The column that names a record."""
+    """The column that identifies a record."""
     records: list[Record]
     next_key: str | None = None
-    """Key of the next created record: text that ends in a number, which counts up. None: the call itself gives the
+    """Key of the next created record: text that ends in a number, which is incremented. None: the call gives the
     key."""
 
 
 class Fails(_Strict, frozen=True, kw_only=True):
-    """The first calls of a tool fail, as a busy service does. They change nothing."""
+    """The first `times` calls of a tool fail without any effect, like those of a busy service."""
 
     times: int
     error: str
@@ -50,7 +49,7 @@ class _Tool(_Strict, frozen=True, kw_only=True, tag_field="do"):
 
 
 class Get(_Tool, frozen=True, kw_only=True, tag="get"):
-    """The one record whose columns equal the arguments, as an object; an error when there is none."""
+    """Return the one record whose columns equal the arguments; an error without exactly one."""
 
     table: str
     match: dict[str, str]
@@ -60,32 +59,30 @@ class Get(_Tool, frozen=True, kw_only=True, tag="get"):
 
 
 class Find(_Tool, frozen=True, kw_only=True, tag="find"):
-    """All records that match the arguments given, as a list in table order; without arguments the whole table."""
+    """Return the list of records that match the given arguments, in table order; without arguments the whole table."""
 
     table: str
     match: dict[str, str] = {}
     contains: dict[str, str] = {}
-    """Parameter -> column whose text contains the argument, without case; a column with a list contains it as an
-    item."""
+    """Parameter -> column whose text contains the argument, ignoring case; a list column must contain it as an item."""
     limit: str | None = None
-    """Parameter with the greatest number of results."""
+    """Parameter that limits the number of results."""
     show: list[str] = []
 
 
 class Create(_Tool, frozen=True, kw_only=True, tag="create"):
-    """A new record from the arguments given; the result is the record. An error when its key exists."""
+    """Create a record from the given arguments and return it; an error when its key exists."""
 
     table: str
     set: dict[str, str]
     """Parameter -> column."""
     fixed: Record = {}
-    """Columns that every new record has beside them, such as its status."""
+    """Further columns of every new record, such as a status."""
     show: list[str] = []
 
 
 class Update(_Tool, frozen=True, kw_only=True, tag="update"):
-    """Changes the one record that matches; the result is the record afterwards. An error when there is none or it is
-    locked."""
+    """Change the one record that matches and return it; an error when there is none or it is locked."""
 
     table: str
     match: dict[str, str]
@@ -96,7 +93,7 @@ class Update(_Tool, frozen=True, kw_only=True, tag="update"):
 
 
 class Delete(_Tool, frozen=True, kw_only=True, tag="delete"):
-    """Removes the one record that matches; the result is `{"deleted": key}`."""
+    """Remove the one record that matches and return `{"deleted": key}`."""
 
     table: str
     match: dict[str, str]
@@ -104,8 +101,7 @@ class Delete(_Tool, frozen=True, kw_only=True, tag="delete"):
 
 
 class Replace(_Tool, frozen=True, kw_only=True, tag="replace"):
-    """Replaces text in one column of the one record that matches; an error when `old` doesn't occur in it exactly
-    once."""
+    """Replace text in one column of the one record that matches; an error unless `old` occurs in it exactly once."""
 
     table: str
     match: dict[str, str]
@@ -113,12 +109,12 @@ class Replace(_Tool, frozen=True, kw_only=True, tag="replace"):
     old: str
     """Parameter with the text to replace."""
     new: str
-    """Parameter with the text that takes its place."""
+    """Parameter with the new text."""
     show: list[str] = []
 
 
 class Calculate(_Tool, frozen=True, kw_only=True, tag="calculate"):
-    """The value of an arithmetic expression: numbers, + - * / and brackets. The result is `{"result": number}`."""
+    """Evaluate an arithmetic expression of numbers, + - * / and brackets; return `{"result": number}`."""
 
     expression: str
     """Parameter with the expression."""
@@ -128,21 +124,20 @@ ToolAction = Get | Find | Create | Update | Delete | Replace | Calculate
 
 
 class World(_Strict, frozen=True, kw_only=True):
-    """What the tools of a session work on."""
+    """The tables and actions of a session's tools."""
 
     tables: dict[str, Table]
     actions: dict[str, ToolAction]
-    """By the tool's name; each tool of the session has one."""
+    """Tool name -> action. Each tool of the session has one."""
 
 
 class Goal(_Strict, frozen=True, kw_only=True):
-    """What a user's turn is to achieve. It is reached when the turn ends with an answer in words and all of this
-    holds."""
+    """The goal of a user turn. It is reached when the turn ends with a text answer and all of these conditions hold."""
 
     says: list[str] = []
-    """Each of these occurs in the answer, without regard to case."""
+    """Texts that must occur in the answer, ignoring case."""
     changes: dict[str, dict[str, Record | None]] = {}
-    """Table -> key (as text) -> the columns that the turn must leave in that record; None: removed. Nothing else may
-    have changed in the turn."""
+    """Table -> key (as text) -> columns that the record must have after the turn; None: the record is removed. Nothing
+    else may change in the turn."""
     max_calls: int | None = None
-    """The turn may make at most this many calls; 0: it is to be answered without tools."""
+    """Greatest number of calls; 0: the turn must be answered without tools."""

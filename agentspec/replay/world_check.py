@@ -1,8 +1,7 @@
-"""The rules of worlds and goals: tables that can be addressed, actions that fit their tools and tables, goals that name
-tables.
+"""Validate worlds and goals: table keys, actions against their tools and tables, and the tables that goals name.
 
-Everything a simulator would stumble over is found here, before anything is sent. Raises ValueError naming field and
-value. Knows the schema of no session: what a session with a world must look like beside it is schema.py's.
+Finds everything that would make the simulator fail, before any request is sent. Raises ValueError naming field and
+value. The rules of the sessions themselves are in schema.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from agentspec.replay.world import (
 
 
 def check_world(world: World, tools: list[dict[str, Any]]) -> None:
-    """Raise ValueError for the first rule that a session's world breaks. `tools` are well-formed OpenAI function
+    """Raise ValueError for the first rule that a session's world violates. `tools`: well-formed OpenAI function
     tools."""
     if not tools:
         raise ValueError("world: needs tools or a toolset, which its actions carry out")
@@ -51,7 +50,7 @@ def check_world(world: World, tools: list[dict[str, Any]]) -> None:
 
 
 def check_goal(where: str, goal: Goal, world: World) -> None:
-    """Raise ValueError for the first rule that a turn's goal breaks; `where` names the field."""
+    """Raise ValueError for the first rule that a turn's goal violates; `where` names the field."""
     if goal.max_calls is not None and goal.max_calls < 0:
         raise ValueError(f"{where}.max_calls: {goal.max_calls} must not be negative")
     for index, text in enumerate(goal.says):
@@ -63,7 +62,7 @@ def check_goal(where: str, goal: Goal, world: World) -> None:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments."""
+    """Return the checked schema of a tool's arguments."""
     where = f"tools: {function['name']!r}: parameters"
     parameters = function.get("parameters") or {"type": "object"}
     if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
@@ -139,7 +138,7 @@ def _check_replace(where: str, action: Replace, schema: dict[str, Any], columns:
 
 
 def _columns(table: str, world: World) -> set[str]:
-    """The columns that records of a table have, from the start or by a tool."""
+    """Return the columns of a table's records, initial ones and those that tools write."""
     columns = {world.tables[table].key}.union(*world.tables[table].records)
     for action in world.actions.values():
         if isinstance(action, Create | Update) and action.table == table:
@@ -148,7 +147,7 @@ def _columns(table: str, world: World) -> set[str]:
 
 
 def _check_named(where: str, parameters: dict[str, str], schema: dict[str, Any], columns: set[str] | None) -> None:
-    """`columns` None: any column may be named, as by what writes it."""
+    """Check parameters and their columns. `columns` None: any column is allowed, as for actions that write it."""
     for parameter, column in parameters.items():
         _check_parameter(where, parameter, schema)
         if columns is not None:

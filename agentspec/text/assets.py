@@ -1,4 +1,4 @@
-"""Reading a checkpoint directory's text files: JSON objects, and the names that tokenizer_config.json gives to tokens.
+"""Read the text files of a checkpoint directory: JSON objects, and the named tokens of tokenizer_config.json.
 
 Knows nothing of tokenization or templates.
 """
@@ -14,12 +14,14 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty when there is no such file. Raises CheckpointError naming the file otherwise."""
+    """Read the JSON object in a file; {} when the file does not exist.
+
+    Raises CheckpointError naming the file when it can't be read."""
     return files.read_object(path) if files.is_there(path) else {}
 
 
 def named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """`eos_token` and its like, as text: the variables that a chat template may use."""
+    """Return the text of `eos_token` and the other named tokens. Chat templates may use them as variables."""
     names: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         token = tokenizer_config.get(name)

@@ -1,7 +1,7 @@
-"""Expressions over characters, and the deterministic automata that they come to, as rules of a grammar.
+"""Compile expressions over characters to deterministic finite automata, written as grammar rules.
 
-xgrammar joins states of its own automata too freely where a text can be read in two ways; with one way there is nothing
-to join. Knows nothing of patterns' notation or of schemas.
+When a text can be parsed in two ways, xgrammar merges states of its automata too freely. A deterministic automaton has
+one parse, so there is nothing to merge. Knows nothing of pattern syntax or schemas.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TypeAlias
 from agentspec.text.grammar_rules import Rules, character_class
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Code points, both ends included."""
+"""(first, last) code points, both inclusive."""
 
 MAX_POSITIONS = 2000
 MAX_STATES = 1000
 
 
 class TooLargeError(ValueError):
-    """The expression comes to an automaton beyond the limits."""
+    """The automaton of the expression exceeds MAX_POSITIONS or MAX_STATES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One behind the other; without parts, the empty text."""
+    """Concatenation; without parts, the empty text."""
 
     parts: tuple[Expression, ...] = ()
 
@@ -48,7 +48,7 @@ class Repeat:
     part: Expression
     low: int
     high: int | None
-    """None: without end."""
+    """None: unbounded."""
 
 
 Expression: TypeAlias = Chars | Chain | Choice | Repeat
@@ -59,9 +59,10 @@ def text(characters: str) -> Expression:
 
 
 def add_automaton(rules: Rules, expression: Expression) -> str:
-    """The name of a rule for the texts of an expression. Raises TooLargeError, and RequestError when the whole grammar
-    takes too much."""
-    if (known := rules.named(expression)) is not None:
+    """Add rules that match the expression and return the name of the start rule.
+
+    Raises TooLargeError, and RequestError when the whole grammar exceeds its work limit."""
+    if (known := rules.find_rule(expression)) is not None:
         return known
     positions = _Positions(rules)
     whole = positions.add(expression)
@@ -89,12 +90,12 @@ def add_automaton(rules: Rules, expression: Expression) -> str:
                 waiting.append(target)
             parts.append(f"{character_class(ranges)} {names[target]}")
         rules.fill(names[state], f"{loop}({' | '.join(parts)})")
-    return rules.name(expression, names[start])
+    return rules.store_rule(expression, names[start])
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Where the texts of an expression may begin and end."""
+    """The positions at which texts of an expression may begin (first) and end (last)."""
 
     is_nullable: bool
     first: frozenset[int]
@@ -106,10 +107,10 @@ _EMPTY = _Part(True, frozenset(), frozenset())
 
 @dataclass(slots=True)
 class _Positions:
-    """The characters of an expression, each a position, and which may follow which (Glushkov, 1961)."""
+    """Glushkov construction (1961): one position per character class, and the positions that may follow each."""
 
     rules: Rules
-    """Counts the work."""
+    """Counts the work against its limit."""
     ranges: list[Ranges] = field(default_factory=list)
     follow: list[set[int]] = field(default_factory=list)
 
@@ -141,7 +142,7 @@ class _Positions:
                 return self._chain([*needed, _Part(True, again.first, again.last)])
 
     def _optional(self, part: Expression, times: int) -> _Part:
-        """Up to so many times: each behind the one before it."""
+        """Repeat the part 0 to `times` times, as nested optional parts."""
         found = _EMPTY
         for _ in range(times):
             found = self._chain([self.add(part), found])
@@ -161,7 +162,7 @@ class _Positions:
 
 
 def _split(positions: set[int], ranges: list[Ranges]) -> dict[frozenset[int], Ranges]:
-    """For each set of positions that some character leads to, all the characters that do."""
+    """Partition the characters by the set of positions that each one leads to."""
     edges = sorted({edge for position in positions for low, high in ranges[position] for edge in (low, high + 1)})
     opened: dict[int, list[int]] = {}
     closed: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
-"""Grammars for tool calls in each dialect: what may follow `<tool_call>`, up to the end of the call.
+"""Grammars for tool calls in each dialect: the text after `<tool_call>` up to the end of the call.
 
-A bound call's arguments validate against the tool's schema after the dialect's own parser has read them; a loose call
-is only well formed. Calls are written as the templates write them.
+The arguments of a bound call validate against the tool's schema once the dialect's parser has read them. A loose call
+is only well-formed. Calls are written in the form that chat templates use.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from agentspec.text.tool_calls.protocol import CALL_CLOSE
 from agentspec.text.tool_calls.schemas import coerce
 
 _CLOSERS = ("</parameter>", "</function>", CALL_CLOSE)
-"""What may end a parameter for the parser of the XML form."""
+"""Tags that may end a parameter for the parser of the XML form."""
 BARRED_IN_XML = tuple(tag[:5] for tag in _CLOSERS)
-"""Where characters are told apart one by one, the beginnings of the closers are barred: no tag of HTML's but <param>
-begins so, and it compiles fast."""
+"""Prefixes of the closing tags, which are barred in expressions over single characters. The only HTML tag with such a
+prefix is <param>, and short words compile fast."""
 _IN_XML = Style(barred=BARRED_IN_XML)
 _PYTHON_WORDS = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}
-"""As some templates show constants to the model; the parser reads them, too."""
+"""Some templates show constants to the model in Python's spelling; the parser accepts it."""
 
 
 def call_body(dialect: str, rules: Rules, tool: Mapping[str, Any], path: str, *, is_bound: bool) -> str:
-    """An expression for what follows `<tool_call>`. `tool`: in OpenAI's form. `path` names it in errors.
+    """Return an expression for the text after `<tool_call>`. `tool` is in OpenAI's form; `path` names it in errors.
 
-    Raises RequestError when a bound call's schema can't be enforced, or a name can't be written."""
+    Raises RequestError when the schema of a bound call can't be enforced, or when a name can't be written."""
     function = tool.get("function", tool)
     parameters = function.get("parameters") or {}
     where = f"{path}.function.parameters"
@@ -58,7 +58,7 @@ def _json_arguments(rules: Rules, parameters: Mapping[str, Any], path: str) -> s
 
 
 def _objects(alternatives: list[Schema], parameters: Mapping[str, Any], path: str) -> list[Schema]:
-    """The alternatives of a tool's parameters, which are all objects. A schema that says nothing has no parameters."""
+    """Check that every alternative of a tool's parameters is an object. An empty schema means no parameters."""
     found = [alternative if alternative else {"type": "object"} for alternative in alternatives]
     if not found or any(alternative.get("type") != "object" for alternative in found):
         raise RequestError(path, dict(parameters), "must describe an object")
@@ -79,8 +79,9 @@ def _loose_parameters(rules: Rules) -> str:
 
 
 class _Parameters:
-    """The parameters of one tool in the XML form. Their values carry no types: what is written must be read back as
-    what the schema wants."""
+    """The parameters of one tool in the XML form.
+
+    The form has no types, so only texts are admitted that `coerce` reads back as the value that the schema asks for."""
 
     def __init__(self, rules: Rules, tool: Mapping[str, Any], path: str) -> None:
         function = tool.get("function", tool)
@@ -127,21 +128,20 @@ class _Parameters:
         return self._rules.add(" | ".join(texts))
 
     def _texts(self, kind: Schema, types: frozenset[str], may_be_null: bool, path: str) -> list[str]:
-        """Expressions for the values of one alternative that are read back as what they are."""
+        """Return expressions for the values of one alternative that are read back unchanged."""
         if "enum" in kind:
             return self._chosen(kind["enum"], types, path)
         name = kind.get("type")
         if name is None or (name == "string" and (not types or "string" in types)):
-            is_read_back = (
-                name is None or "null" not in types or may_be_null
-            )  # the word null is read as null where the schema knows null
+            # Where the schema admits null, the word `null` is read as null, not as a string.
+            is_read_back = name is None or "null" not in types or may_be_null
             return [self._string(kind, path)] if is_read_back else []
         if name not in types or ("string" in types and name != "null"):
             return []  # it would be read as a string
         return [self._json.alternative(kind, path), *_PYTHON_WORDS.get(name, ())]
 
     def _chosen(self, values: list[Any], types: frozenset[str], path: str) -> list[str]:
-        """The values that are read back as they are."""
+        """Return literals for the enum values that are read back unchanged."""
         found = []
         for value in values:
             texts = [value] if isinstance(value, str) else [self._json.constant(value, path)]
@@ -155,7 +155,7 @@ class _Parameters:
         return found
 
     def _string(self, kind: Schema, path: str) -> str:
-        """A string as it is, without quotes or escapes."""
+        """Return an expression for a string without quotes or escapes."""
         if (pattern := string_pattern(self._rules, kind, TEXT_IN_TAGS, path)) is not None:
             return pattern
         low, high = string_lengths(kind, path)

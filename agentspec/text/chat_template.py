@@ -1,12 +1,13 @@
-"""A checkpoint's own chat template: messages and tools to prompt text, and where later prompts may diverge from it.
+"""Render messages and tools with a checkpoint's chat template, and find where later prompts may diverge.
 
-Owns template files and breakpoints as character offsets. Knows nothing of tokens, turns or what the template's markup
-means: breakpoints are found by rendering variants and comparing them.
+Owns template files and breakpoints as character offsets. Knows nothing of tokens, turns or the meaning of the
+template's markup: breakpoints are found by rendering variants and comparing them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,45 +37,45 @@ Tools = Sequence[Mapping[str, Any]]
 _TEMPLATE_FILE = "chat_template.jinja"
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _PROBES = ("a", "b")
-_PARTING = "\ue000"
-"""A character for private use, with which no real text goes on."""
+_DIVERGENCE = "\ue000"
+"""A private-use character, so that a probe text differs from any real text at this place."""
 _SYSTEM_BLOCKS_BYTES = 16 << 20
 
 
 class ToolsMark(msgspec.Struct, frozen=True, tag="tools"):
-    """Behind the first `count` tools."""
+    """A mark after the first `count` tools."""
 
     count: int
 
 
 class MessageMark(msgspec.Struct, frozen=True, tag="message"):
-    """Behind a message, or behind the first `characters` of its content."""
+    """A mark after a message, or after the first `characters` of its content."""
 
     message: int
-    """Its index, after tool results were brought into the order of their calls."""
+    """Index of the message, once tool results are in the order of their calls."""
     characters: int | None = None
 
 
 CacheMark = ToolsMark | MessageMark
-"""A place where a client says that its later prompts may part from this one."""
+"""A place at which, according to the client, later prompts may diverge from this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     text: str
-    """Its own added tokens are sentinels, where the template has any (text/sentinels.py)."""
+    """Added tokens that the template itself writes are sentinels, if it has any (text/sentinels.py)."""
     marks: list[tuple[int, CheckpointKind]]
-    """(character offset, kind), ascending. The text before each offset is the beginning of what other requests render,
-    too: SYSTEM, of every conversation with the same system text and tools; USER, of this conversation's later turns;
-    BRANCH and GRID, of what parts from it behind the client's own marks."""
+    """(character offset, kind), ascending. The text before an offset is a prefix that other requests share. SYSTEM: all
+    conversations with the same system text and tools. USER: later turns of this conversation. BRANCH and GRID: prompts
+    that diverge after the client's own marks."""
     marked_end: int
     """Offset of the client's last mark; 0 when it set none."""
     system: tuple[bytes, str]
-    """The system block that was found for these messages, with its key: for `remember`."""
+    """(key, text) of the system block of these messages, for `cache_system_block`."""
 
 
 class ChatTemplate:
-    """A compiled template with its variables."""
+    """A compiled chat template and its variables."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class ChatTemplate:
         origin: str = "chat template",
         sentinels: Sentinels | None = None,
     ) -> None:
-        """`tool_source` is used instead of `source` when the request has tools; `variables` are special tokens by name;
-        `sentinels` are written for added tokens of the template's own, None: their text.
+        """`tool_source` replaces `source` when the request has tools. `variables`: special tokens by name. `sentinels`:
+        written for the template's own added tokens; None: the tokens' text is written.
 
         Raises CheckpointError naming `origin` when a source is no valid template."""
         self._variables = dict(variables or {})
@@ -100,15 +101,13 @@ class ChatTemplate:
             self.reads = frozenset(
                 name for text in sources for name in meta.find_undeclared_variables(environment.parse(text))
             )
-            """Variables that the template takes from outside."""
-        except (
-            Exception
-        ) as error:  # what it nests too deep, or computes, fails in jinja and in Python's compiler in many ways
+            """Undeclared variables of the template, which the request may set."""
+        except Exception as error:  # jinja and Python's compiler fail in many ways, e.g. on deep nesting
             raise CheckpointError(f"{origin}: not a valid chat template: {error}") from error
         self.source = source if tool_source is None else tool_source
-        """The source that teaches the tool-call dialect."""
+        """The source that is used with tools; it shows the tool-call dialect."""
         self.origin = origin
-        """What errors call the template."""
+        """Name of the template in errors."""
         self._system_blocks: SizedCache[bytes, str] = SizedCache(_SYSTEM_BLOCKS_BYTES)
 
     def _compiled(self, environment: ImmutableSandboxedEnvironment, source: str) -> Template:
@@ -117,7 +116,7 @@ class ChatTemplate:
         return environment.from_string(tree)
 
     def with_sentinels(self, sentinels: Sentinels) -> ChatTemplate:
-        """The same template, that writes sentinels for its own added tokens."""
+        """Return the same template, writing sentinels for its own added tokens."""
         source, tool_source = self._sources
         return ChatTemplate(
             source, tool_source=tool_source, variables=self._variables, origin=self.origin, sentinels=sentinels
@@ -125,16 +124,15 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, file: Path, variables: Mapping[str, str] | None = None) -> ChatTemplate:
-        """The template in a file. Raises CheckpointError when it can't be read or used."""
+        """Load the template in a file. Raises CheckpointError when it can't be read or used."""
         return cls(files.read_text(file), variables=variables, origin=str(file))
 
     @classmethod
     def from_directory(cls, path: Path | str, *, instead: Path | None = None) -> ChatTemplate | None:
-        """The template of a checkpoint directory: chat_template.jinja, else tokenizer_config.json's (one, or several by
-        name).
+        """Load the template of a checkpoint directory: chat_template.jinja, else the one in tokenizer_config.json (a
+        string, or a list by name). None when the directory has no template.
 
-        instead: a file whose template takes its place. None when there is none. Raises CheckpointError when it can't be
-        used."""
+        `instead`: a template file to use in its place. Raises CheckpointError when the template can't be used."""
         directory = Path(path)
         config = read_object(directory / "tokenizer_config.json")
         variables = named_tokens(config)
@@ -166,16 +164,16 @@ class ChatTemplate:
         marked: Sequence[CacheMark] = (),
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Render normalised messages (text/messages.py). `marked`: places that become marks beside the template's own.
-        `continues`: the text ends where the last message's content does, so that the answer goes on from there.
+        """Render normalised messages (text/messages.py). `marked`: client's marks, added to the template's own.
+        `continues`: the prompt ends with the content of the last message, and the answer continues it.
 
-        Raises RequestError with the template's own words when it refuses the messages."""
+        Raises RequestError with the template's own message when the template rejects the messages."""
         kwargs = dict(template_kwargs or {})
         for name in _OWN_VARIABLES:
             if name in kwargs:
                 raise RequestError(f"chat_template_kwargs.{name}", kwargs[name], "is set by the request itself")
         text = (
-            self._begun(messages, tools, kwargs)
+            self._continued_text(messages, tools, kwargs)
             if continues
             else self.text(messages, tools, add_generation_prompt, kwargs)
         )
@@ -184,18 +182,19 @@ class ChatTemplate:
             (common_length(text, system[1]), CheckpointKind.SYSTEM),
             (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
         )
-        asked = [(self._parting_end(text, messages, tools, kwargs, mark), _kind(mark, messages)) for mark in marked]
+        asked = [(self._mark_end(text, messages, tools, kwargs, mark), _kind(mark, messages)) for mark in marked]
         marks = sorted(mark for mark in (*offsets, *asked) if mark[0] > 0)
         return RenderedPrompt(text, marks, max((offset for offset, _ in asked), default=0), system)
 
-    def remember(self, rendered: RenderedPrompt) -> None:
-        """Keep what was found out for a prompt that is served: the next one that begins like it needs it again."""
+    def cache_system_block(self, rendered: RenderedPrompt) -> None:
+        """Cache the system block of a prompt that is served, for later prompts with the same system messages and
+        tools."""
         key, block = rendered.system
         self._system_blocks.put(key, block, held_bytes(key) + held_bytes(block))
 
     @cached_property
     def system_places(self) -> SystemPlaces:
-        """What the template does with system messages behind the first message."""
+        """How the template treats system messages after the first message."""
         tools = [
             {
                 "type": "function",
@@ -209,7 +208,7 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]
     ) -> str:
-        """What the template writes, and nothing about it. Raises RequestError like `render`."""
+        """Render to text only, without marks. Raises RequestError like `render`."""
         template: Template = self._template if tools is None else self._tool_template
         written = {
             NAMED + name: kwargs.get(name, self._sentinels.write(text)) for name, text in self._variables.items()
@@ -217,38 +216,33 @@ class ChatTemplate:
         variables = {**self._variables, **kwargs, **written, "messages": messages, "tools": tools, "documents": None}
         try:
             text = template.render(variables, add_generation_prompt=add_generation_prompt)
-        except (
-            Exception
-        ) as error:  # template code is the checkpoint's: whatever it raises, it raises about these messages
+        except Exception as error:  # the checkpoint's code may raise anything; it rejects these messages
             roles = [message["role"] for message in messages]
             raise RequestError(
                 "messages", roles, f"the chat template refuses them: {self._sentinels.spell(str(error))}"
             ) from error
         return self._sentinels.write_own(show_raw(text, raw_arguments(messages)), RESULT_OPEN, RESULT_CLOSE)
 
-    def _begun(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
-        """What the template writes up to the end of the last message's content, spaces at its end included, which
-        templates trim."""
+    def _continued_text(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
+        """Render up to the end of the last message's content. Trailing spaces are kept, although templates trim
+        them."""
         last = messages[-1]
         text = self.text(
-            [*messages[:-1], {**last, "content": last.get("content", "") + _PARTING}], tools, False, kwargs
+            [*messages[:-1], {**last, "content": last.get("content", "") + _DIVERGENCE}], tools, False, kwargs
         )
-        if _PARTING not in text:
+        if _DIVERGENCE not in text:
             raise RequestError(
                 "messages",
                 last["role"],
                 "the chat template doesn't show the content of the last message, so it can't be continued",
             )
-        return text[: text.rindex(_PARTING)]
+        return text[: text.rindex(_DIVERGENCE)]
 
     def _system_block(
         self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]
     ) -> tuple[bytes, str]:
-        """What any conversation with this system text and these tools begins with, and its key."""
-        size = 0
-        while size < len(messages) and messages[size]["role"] == "system":
-            size += 1
-        leading = list(messages[:size])
+        """Return (key, text) of the common prefix of all conversations with this system text and these tools."""
+        leading = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
         key = hashlib.blake2b(json.dumps([leading, tools, kwargs], default=repr).encode()).digest()
         block = self._system_blocks.get(key)
         if block is None or not text.startswith(block):
@@ -261,39 +255,39 @@ class ChatTemplate:
                 self.text([*leading, {"role": "user", "content": probe}], tools, False, kwargs) for probe in _PROBES
             )
         except RequestError:
-            return ""  # a template that refuses so short a conversation has no block that we could know
+            return ""  # the template rejects a conversation this short, so the block is unknown
         return first[: common_length(first, second)]
 
     def _user_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
-        """Length of what this prompt shares with a later one that asks again; 0 when there is no real user message.
+        """Return the length of the prefix that this prompt shares with the next question's prompt; 0 without a user
+        question.
 
-        That is everything up to the last real user message, and the words that open any answer to it: a template may
-        render the rest anew once another question follows."""
-        size = len(messages)
-        while size and not is_question(messages[size - 1]):
-            size -= 1
+        The prefix ends after the last question and the words that open any answer to it. A template may render
+        everything after that differently once another question follows."""
+        size = next((size for size in range(len(messages), 0, -1) if is_question(messages[size - 1])), 0)
         if not size:
             return 0
         answer, question = _PROBES
         later = [*messages[:size], {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         return self._shared_length(text, later, tools, kwargs)
 
-    def _parting_end(
+    def _mark_end(
         self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any], mark: CacheMark
     ) -> int:
-        """Length of what this prompt shares with ones that are the same up to the mark and then go on otherwise.
+        """Return the length of the prefix that this prompt shares with prompts that are equal up to the mark and then
+        differ.
 
-        Templates write turns before the last question otherwise than those after it, so what goes on is tried without a
-        question and with one."""
-        question: Message = {"role": "user", "content": _PARTING}
+        Templates may render turns before the last question differently from turns after it, so continuations with and
+        without a question are tried."""
+        question: Message = {"role": "user", "content": _DIVERGENCE}
         others: list[list[Message]]
         if isinstance(mark, ToolsMark):
             tools = None if tools is None else tools[: mark.count]
-            others = [[{"role": "system", "content": _PARTING}, question]]
+            others = [[{"role": "system", "content": _DIVERGENCE}, question]]
         else:
             kept = list(messages[: mark.message + 1])
             if mark.characters is not None:
-                kept[-1] = {**kept[-1], "content": kept[-1].get("content", "")[: mark.characters] + _PARTING}
+                kept[-1] = {**kept[-1], "content": kept[-1].get("content", "")[: mark.characters] + _DIVERGENCE}
             others = [kept, [*kept, question]]
         return max(self._shared_length(text, other, tools, kwargs) for other in others)
 
@@ -301,14 +295,14 @@ class ChatTemplate:
         try:
             return common_length(text, self.text(other, tools, False, kwargs))
         except RequestError:
-            return 0  # a template that refuses such a conversation tells us nothing
+            return 0  # the template rejects the variant, so nothing is known
 
 
 def _kind(mark: CacheMark, messages: Sequence[Message]) -> CheckpointKind:
-    """What stands at a client's mark is kept like the template's own block, or like an observed branching point.
+    """Return the checkpoint kind for a client's mark: SYSTEM within tools and system messages, else BRANCH.
 
-    A mark behind a prompt's last tool results moves on with each turn of the loop: what it leaves behind is the first
-    to go."""
+    A mark after the last tool results of a prompt moves on with each turn of the loop. The checkpoint that it leaves
+    behind is GRID, which is evicted first."""
     if isinstance(mark, ToolsMark) or all(message["role"] == "system" for message in messages[: mark.message + 1]):
         return CheckpointKind.SYSTEM
     moves_on = mark.characters is None and mark.message == len(messages) - 1 and not is_question(messages[-1])

@@ -1,4 +1,4 @@
-"""How far two texts are the same."""
+"""Length of the common prefix of two texts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import AnyStr
 
 
 def common_length(first: AnyStr, second: AnyStr) -> int:
-    """Characters (of bytes: bytes) at the beginning that both have in common."""
+    """Return the length of the common prefix, in characters (bytes for bytes)."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # by halves: comparing slices is much faster than comparing characters
+    while low < high:  # binary search: comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2
         if first.startswith(second[low:middle], low):
             low = middle

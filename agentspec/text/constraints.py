@@ -1,8 +1,7 @@
-"""What a client may demand of an answer's form, and the grammar that this makes for one turn.
+"""Constraints that a client may put on the form of an answer, and the grammar of one turn that enforces them.
 
-Builds descriptions only (wire.Grammar); compiling them is the runtime's business. Tags are taken as text, the way the
-segmenter reads them back: a grammar that knew them by their tokens could be led around by spelling one. Knows nothing
-of HTTP.
+Builds grammar descriptions only (wire.Grammar); the runtime compiles them. Tags are matched as text, as the segmenter
+reads them: a grammar over token ids could be bypassed by spelling a tag in other tokens. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ from agentspec.text.tool_calls.protocol import CALL_OPEN
 from agentspec.wire import Grammar
 
 MAX_CHOICES = 1000
-_REMEMBERED = 32
+_CACHED_GRAMMARS = 32
 _LEAD = '"\\n"{0,2}'
-"""The newlines that templates write behind reasoning."""
+"""The newlines that templates write after reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputForm:
-    """The form of the content. `source`: a JSON schema (json_schema), None (json_object), the expression (regex), the
-    grammar (ebnf), or the texts to choose from (choice). `field` names it in errors."""
+    """The form that the content must have.
+
+    `source`: a JSON schema (json_schema), None (json_object), the expression (regex), the grammar (ebnf), or the list
+    of texts (choice). `field` names it in errors."""
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
     source: Any
@@ -44,17 +45,17 @@ class OutputForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolDemand:
-    """Which calls a turn may or must make."""
+    """The tool calls that a turn may or must make."""
 
     choice: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
-    """The one tool that must be called; then choice is "required"."""
+    """The only tool that may be called; `choice` is then "required"."""
     parallel: bool = True
-    """More than one call is allowed."""
+    """Whether the turn may make more than one call."""
 
 
 def is_constrained(tools: Tools | None, demand: ToolDemand, output: OutputForm | None) -> bool:
-    """Whether anything is demanded of a turn's form: else its grammar is None."""
+    """Whether anything constrains the turn. If not, its grammar is None."""
     if output is not None:
         return True
     return demand.choice == "required" or (
@@ -65,12 +66,12 @@ def is_constrained(tools: Tools | None, demand: ToolDemand, output: OutputForm |
 def turn_grammar(
     tools: Tools | None, demand: ToolDemand, output: OutputForm | None, *, dialect: Dialect | None, reasoning_open: bool
 ) -> Grammar | None:
-    """The grammar of one turn; None when nothing constrains it.
+    """Build the grammar of one turn; None when nothing constrains it.
 
-    `reasoning_open`: the turn begins inside reasoning, which stays free up to its end; a call ends it, too. A form goes
-    for the content, and a turn with calls has none then: the segmenter must know of it (`has_form`). Takes up to some
-    hundred milliseconds for many tools, unless it was asked for the same a short while ago. Raises RequestError naming
-    what can't be served."""
+    `reasoning_open`: the turn begins inside reasoning, which is free text up to its end tag or to a call. `output`
+    constrains the content only; a turn with calls then has no content, and the segmenter must be told (`has_form`).
+    Takes up to a few hundred milliseconds for many tools; recent results are cached. Raises RequestError naming the
+    field that can't be enforced."""
     if not is_constrained(tools, demand, output):
         return None
     form = None if output is None else (output.kind, output.source, output.field)
@@ -83,9 +84,9 @@ def turn_grammar(
     return _turn_grammar(asked, None if dialect is None else dialect.name, reasoning_open)
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHED_GRAMMARS)
 def _turn_grammar(asked: str, dialect: str | None, reasoning_open: bool) -> Grammar | None:
-    """By what was asked as JSON text, so that the turns of a conversation share one."""
+    """Build a grammar from its arguments as JSON text, the cache key, so that the turns of a conversation share it."""
     tools, choice, name, parallel, form = json.loads(asked)
     output = None if form is None else OutputForm(kind=form[0], source=form[1], field=form[2])
     calls = _calls(
@@ -114,15 +115,15 @@ class _Calls:
 
     rules: Rules
     some: str
-    """One call, or several, and nothing else."""
+    """One or more calls and nothing else."""
     among_text: str
-    """Free text with calls in it, or without."""
+    """Free text with any number of calls in it."""
     then_text: str
-    """A call, and then whatever may follow it."""
+    """A call, then free text with further calls."""
 
 
 def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> _Calls | None:
-    """None when the turn can't make calls, or nothing is known of how this model writes them."""
+    """Return None when the turn can't make calls, or when the model's call dialect is unknown."""
     if demand.choice == "none" or (not tools and demand.choice == "auto"):
         return None
     if not tools:
@@ -160,8 +161,8 @@ def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> 
 
 
 def _triggers(dialect: Dialect, tools: Tools) -> list[str]:
-    """What must not stand in free text: all that may begin a call, cut to what doesn't name a tool, which makes the
-    grammar small."""
+    """Return the texts that free text must not contain: the beginnings of calls, without tool names to keep the grammar
+    small."""
     return list(
         dict.fromkeys(
             trigger.partition("=")[0] + trigger.partition("=")[1] for trigger in dialect.triggers(ToolSchemas(tools))
@@ -172,20 +173,19 @@ def _triggers(dialect: Dialect, tools: Tools) -> list[str]:
 def _body(
     dialect: Dialect, rules: Rules, tool: Mapping[str, Any], path: str, *, is_strict: bool, is_demanded: bool
 ) -> str:
-    """A strict tool is bound to its schema. A demanded call of another follows the schema where that can be enforced;
-    nobody was promised that."""
-    if is_strict:
-        return call_body(dialect.name, rules, tool, path, is_bound=True)
-    if is_demanded:
+    """Return the body of a call. A strict tool is always bound to its schema; a required call of another tool is bound
+    only where its schema can be enforced, since the API does not promise it."""
+    if is_strict or is_demanded:
         try:
             return call_body(dialect.name, rules, tool, path, is_bound=True)
         except RequestError:
-            pass
+            if is_strict:
+                raise
     return call_body(dialect.name, rules, tool, path, is_bound=False)
 
 
 def _form(output: OutputForm, rules: Rules) -> str:
-    """An expression for content of this form."""
+    """Return an expression for content of this form."""
     match output.kind:
         case "json_schema" | "json_object":
             schema = output.source if output.kind == "json_schema" else {"type": "object", "additionalProperties": True}
@@ -228,7 +228,7 @@ def _choices(output: OutputForm) -> list[str]:
 
 
 def _behind_reasoning(rules: Rules, content: str, *, calls: str | None = None) -> str:
-    """Reasoning up to its end, then the content; or calls from inside reasoning, which end it."""
+    """Return an expression for reasoning up to its end tag, then the content; or for calls that end the reasoning."""
     ends = [THINK_CLOSE] if calls is None else [THINK_CLOSE, CALL_OPEN]
     reasoning = rules.add(free_text(ends))
     answer = f"{literal(THINK_CLOSE)} {_LEAD} {content}"
@@ -236,7 +236,7 @@ def _behind_reasoning(rules: Rules, content: str, *, calls: str | None = None) -
 
 
 def _ebnf_behind_reasoning(source: str) -> str:
-    """The client's grammar keeps the names of its rules."""
+    """Return a structural tag, in which the client's grammar keeps its own rule names."""
     lead = f"root ::= {_LEAD}"
     elements = [
         {"type": "any_text", "excludes": [THINK_CLOSE]},

@@ -1,9 +1,8 @@
-"""Edits that a client wants made to its conversation before the model is shown it: old thinking dropped, old tool
-results cleared.
+"""Context edits that a client requests: drop old thinking and clear old tool results before the prompt is rendered.
 
-Owns what an edit does to normalised messages (text/messages.py). Their number, roles and order stay, so that places in
-them mean the same. Knows nothing of templates or tokens, whose number it asks for, and nothing of the API that calls
-the edits by other names.
+Operates on normalised messages (text/messages.py). The number, roles and order of messages stay the same, so indices
+stay valid. Knows nothing of templates; token counts come from a callback. The API's own names for the edits live in the
+server.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import msgspec
 from agentspec.text.messages import Message, call_arguments
 
 CLEARED = "[This result was cleared to save room.]"
-"""What the model reads in the place of a result."""
+"""The text that replaces a cleared result."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ClearThinking(msgspec.Struct, frozen=True, kw_only=True, tag="thinking"):
-    """Drop the thinking of all turns but the last ones that have any. A turn goes from one message of the user to the
-    next, results of tools included."""
+    """Drop the thinking of all turns except the last `keep_turns` that have any. A turn runs from one user message to
+    the next, including tool results."""
 
     keep_turns: int | None
-    """None: all of them."""
+    """None: keep all."""
 
     def cleared(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
-        """The messages without, and the number of turns that lost their thinking."""
+        """Return the edited messages and the number of turns that lost their thinking."""
         turns: list[list[int]] = [[]]
         for index, message in enumerate(messages):
             if message["role"] == "user":
@@ -47,7 +46,7 @@ class ClearThinking(msgspec.Struct, frozen=True, kw_only=True, tag="thinking"):
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A call that has its result: places in the messages."""
+    """A tool call that has a result. `turn` and `result` are message indices; `call` is the index within the turn."""
 
     tool: str
     turn: int
@@ -56,21 +55,21 @@ class _Use:
 
 
 class ClearToolUses(msgspec.Struct, frozen=True, kw_only=True, tag="tool_uses"):
-    """Replace the results of all calls but the last ones, once there is more than the trigger says."""
+    """Replace the results of all calls except the last `keep`, once the trigger's count exceeds `above`."""
 
     trigger: Literal["input_tokens", "tool_uses"] = "input_tokens"
     above: int = 100_000
     keep: int = 3
-    """Of all calls, the excluded ones too."""
+    """Counts all calls, including those of excluded tools."""
     clear_at_least: int = 0
-    """Tokens: with fewer to save, nothing is cleared, since the cached prefix would be lost for little. 0: not where
-    the placeholders are longer."""
+    """Minimum tokens to save. Below it nothing is cleared, since the edit invalidates the cached prefix. 0: clear
+    unless the placeholders are longer than the results."""
     exclude_tools: frozenset[str] = frozenset()
     clear_inputs: bool | frozenset[str] = False
-    """The arguments, too: of every cleared call, or of the calls of these tools."""
+    """Also clear the arguments of every cleared call, or of the calls of these tools."""
 
     def cleared(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
-        """The messages with cleared results, whatever their tokens, and how many these are."""
+        """Return the messages with cleared results and their number, regardless of tokens."""
         uses = _uses(messages)
         if self.trigger == "tool_uses" and len(uses) <= self.above:
             return list(messages), 0
@@ -91,16 +90,16 @@ class AppliedEdit(msgspec.Struct, frozen=True):
 
     edit: ContextEdit
     num_cleared: int
-    """Turns, or tool uses."""
+    """Number of turns, or of tool uses."""
     saved_len: int
-    """Tokens of the prompt."""
+    """Prompt tokens that the edit saved."""
 
 
 def apply(
     messages: Sequence[Message], edits: Sequence[ContextEdit], count: Callable[[Sequence[Message]], int]
 ) -> tuple[list[Message], tuple[AppliedEdit, ...]]:
-    """The messages after the edits, made in their order, and what those did. `count`: a prompt's length in tokens; not
-    asked without need."""
+    """Apply the edits in order; return the edited messages and the edits that changed something. `count` returns a
+    prompt's length in tokens; it is called only when needed."""
     edited = list(messages)
     applied: list[AppliedEdit] = []
     length: int | None = None

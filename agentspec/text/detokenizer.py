@@ -1,6 +1,6 @@
-"""Generated ids to text, as they come: incremental UTF-8 and stop strings.
+"""Incremental detokenization: token ids to text, with partial UTF-8 and stop strings.
 
-Owns one stream's undecoded bytes and held-back text. Knows nothing of stop ids, tags or events.
+Owns the undecoded bytes and held-back text of one stream. Knows nothing of stop ids, tags or events.
 """
 
 from __future__ import annotations
@@ -16,28 +16,26 @@ class Pushed(NamedTuple):
     text: str
     """New text that is safe to show. Never contains a stop string or anything after it."""
     num_tokens: int
-    """How many of the pushed ids belong to the stream: all, or up to and including the one that completed a stop
-    string."""
+    """Number of pushed ids that belong to the stream: all, or those up to the id that completed a stop string."""
     stop: str | None
-    """The stop string that was completed."""
+    """The completed stop string; None: no stop."""
 
 
 class Detokenizer:
-    """Text of one stream of ids. Bytes that are no UTF-8 become U+FFFD; half a character waits for its other half.
+    """Decodes one stream of ids. Invalid UTF-8 becomes U+FFFD; an incomplete character is held back.
 
-    Of several stop strings the one that ends first in the text counts, as if characters came one by one, so the result
-    doesn't depend on how the ids are grouped. After a stop the stream is over: no further push.
+    If several stop strings match, the one that ends first in the text wins, as if characters came one by one. The
+    result is therefore independent of how ids are grouped. After a stop the stream is over: no further push.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
-        """`token_bytes[id]` are the raw bytes of an id. min_tokens: a stop string that is complete with so many ids is
-        text like any other."""
+        """`token_bytes[id]`: raw bytes of an id. `min_tokens`: a stop string that is complete within the first
+        `min_tokens` ids is ordinary text."""
         self._token_bytes = token_bytes
         self._stop = stop
         self._num_free = min_tokens if stop else 0
         self._num_passed = 0
-        """Characters at the beginning of `_held` in which no stop string may end: they came with the first `min_tokens`
-        ids."""
+        """Number of leading characters of `_held` from the first `min_tokens` ids: no stop string may end in them."""
         self._holdback = Holdback(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -68,13 +66,13 @@ class Detokenizer:
         return Pushed(self._release(window), len(token_ids), None)
 
     def flush(self) -> str:
-        """The end of the stream: held-back text and U+FFFD for an unfinished character."""
+        """End the stream; return the held-back text, with U+FFFD for an incomplete character."""
         text = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return text
 
     def _push_one_by_one(self, token_ids: Sequence[int]) -> Pushed:
-        """Find which id completes a stop string; the caller knows that one does."""
+        """Find the id that completes a stop string. The caller guarantees that there is one."""
         shown: list[str] = []
         for index, token_id in enumerate(token_ids):
             window = self._held + self._decoder.decode(self._token_bytes[token_id])
@@ -87,10 +85,10 @@ class Detokenizer:
                 self._decoder.reset()
                 return Pushed("".join(shown) + window[:start], index + 1, stop)
             shown.append(self._release(window))
-        raise AssertionError("a stop string was seen in the whole and in no part")
+        raise AssertionError("a stop string was found in the whole text, but not id by id")
 
     def _find(self, window: str, stop: str) -> int:
-        """Where a stop string begins that counts; -1: nowhere."""
+        """Return the index of the first match that may stop the stream; -1 without one."""
         return window.find(stop, max(0, self._num_passed - len(stop) + 1))
 
     def _release(self, window: str) -> str:

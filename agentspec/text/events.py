@@ -1,6 +1,6 @@
-"""What a generated turn consists of, as it comes: deltas of reasoning and content, and tool calls.
+"""Streaming events of a generated turn: deltas of reasoning, content and tool calls.
 
-Plain data between the segmenter, the tool-call parsers and the server. Knows nothing of tokens, tags or HTTP.
+Plain data that the tool-call parsers, the segmenter and the server exchange. Knows nothing of tokens, tags or HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ReasoningDelta:
 class ContentDelta:
     text: str
     at: int = field(default=0, compare=False)
-    """Where the text begins in what was generated: characters before it, those of tags and calls included."""
+    """Character offset of the text in the generated text, including tags and calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text of an object; of a call that was cut, its beginning."""
+    """JSON text of an object; for a truncated call, its prefix."""
     as_written: dict[str, Any] = field(default_factory=dict)
-    """The arguments in the order and, where the dialect has no types, the very text that the model wrote: rendering
+    """The arguments in the order in which the model wrote them; in a dialect without types, their exact text. Rendering
     them reproduces the call."""
 
 
@@ -66,11 +66,11 @@ class AssistantTurn:
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
     is_call_cut: bool = False
-    """The text ended inside a call (which isn't among `calls`): the turn can't finish with `tool_calls`."""
+    """The text ended inside a call, which is not in `calls`. The finish reason can't be `tool_calls`."""
     cut_call: ToolCall | None = None
-    """That call, if its name was complete."""
+    """The truncated call, if its name was complete."""
 
     @property
     def shown_calls(self) -> tuple[ToolCall, ...]:
-        """All calls that clients were told of, the one that was cut, too."""
+        """All calls that were streamed to the client, including a truncated one."""
         return self.calls if self.cut_call is None else (*self.calls, self.cut_call)

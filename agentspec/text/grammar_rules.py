@@ -1,8 +1,8 @@
-"""A grammar in the making: named rules in xgrammar's EBNF, and the pieces that all of them are built from.
+"""A grammar builder: named rules in xgrammar's EBNF, and the basic expressions.
 
-Forms are chosen for what xgrammar compiles and masks fast: expressions as `Regex`, free text as `TagDispatch`, length
-limits as `max_chars` (a counted repetition of characters takes seconds to compile and tens of milliseconds a mask).
-Knows nothing of schemas or dialects.
+Uses the forms that xgrammar compiles and masks fast: `Regex` for expressions, `TagDispatch` for free text, `max_chars`
+for length limits. A counted repetition of characters takes seconds to compile and tens of milliseconds per mask. Knows
+nothing of schemas or dialects.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from agentspec.errors import RequestError
 MAX_RULES = 5000
 MAX_SOURCE_BYTES = 1024 * 1024
 MAX_WORK = 5_000_000
-"""Steps of building a grammar, below a second altogether."""
+"""Limit on the steps of building one grammar; takes less than a second."""
 
 Tree: TypeAlias = "dict[str, Tree]"
-"""Words by their letters: what may come next, behind each letter; empty where a word ends."""
+"""A trie: next letter -> subtree. An empty tree marks the end of a word."""
 
 
 class Rules:
-    """Rules by name, each body once."""
+    """The rules of a grammar by name. Rules with equal bodies are shared."""
 
     def __init__(self, field: str) -> None:
-        """`field` names what the grammar comes from, in errors."""
+        """`field` names the source of the grammar in errors."""
         self._field = field
         self._bodies: dict[str, str] = {}
         self._names: dict[Hashable, str] = {}
@@ -34,22 +34,23 @@ class Rules:
         self._work = 0
 
     def spend(self, work: int) -> None:
-        """Count steps of work. Raises RequestError when they were too many."""
+        """Count steps of work. Raises RequestError beyond MAX_WORK."""
         self._work += work
         if self._work > MAX_WORK:
             raise RequestError(self._field, "...", "takes too much work to make a grammar of")
 
-    def named(self, key: Hashable) -> str | None:
-        """The rule that was named for this."""
+    def find_rule(self, key: Hashable) -> str | None:
+        """Return the rule that was stored under a key; None without one."""
         return self._names.get(key)
 
-    def name(self, key: Hashable, rule: str) -> str:
-        """Remember a rule for what it stands for."""
+    def store_rule(self, key: Hashable, rule: str) -> str:
+        """Store a rule under a key and return it."""
         self._names[key] = rule
         return rule
 
     def add(self, body: str, *, options: str = "") -> str:
-        """The name of a rule with this body. Raises RequestError when the grammar gets too large."""
+        """Return the name of a rule with this body, new or shared. Raises RequestError when the grammar gets too
+        large."""
         if (known := self._names.get(options + body)) is not None:
             return known
         name = self.reserve()
@@ -58,7 +59,7 @@ class Rules:
         return name
 
     def reserve(self) -> str:
-        """A name for a rule that refers to itself; `fill` gives its body."""
+        """Reserve the name of a recursive rule; `fill` sets its body."""
         name = f"r{len(self._bodies)}"
         self._bodies[name] = ""
         if len(self._bodies) > MAX_RULES:
@@ -72,7 +73,7 @@ class Rules:
         self._bodies[name] = f"{name}{options} ::= {body}"
 
     def source(self, root: str) -> str:
-        """The whole grammar, for which `root` is an expression."""
+        """Return the whole grammar in EBNF; `root` is the expression of its root rule."""
         return "\n".join([f"root ::= {root}", *self._bodies.values()]) + "\n"
 
 
@@ -85,20 +86,20 @@ def regex(expression: str) -> str:
 
 
 def free_text(without: Sequence[str]) -> str:
-    """Any text in which none of these occurs; it may hold bytes that are no UTF-8, as unconstrained output may. A
-    rule's whole body."""
+    """Return the body of a rule for any text that contains none of these. Like unconstrained output, it may hold
+    invalid UTF-8."""
     return "TagDispatch(excludes=(" + "".join(f"{literal(text)}, " for text in without) + "))"
 
 
 def escaped(text: str) -> str:
-    """A regular expression for this text."""
+    """Return a regular expression that matches exactly this text."""
     return "".join(
         character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}" for character in text
     )
 
 
 def regex_class(ranges: Iterable[tuple[int, int]]) -> str:
-    """A regular expression for one character of these code points."""
+    """Return a regular expression for one character in these code point ranges."""
     return (
         "["
         + "".join(escaped(chr(low)) + ("" if low == high else "-" + escaped(chr(high))) for low, high in ranges)
@@ -107,7 +108,7 @@ def regex_class(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def character_class(ranges: Iterable[tuple[int, int]]) -> str:
-    """The same as an expression of EBNF."""
+    """Return an EBNF expression for one character in these code point ranges."""
     return "[" + "".join(_code(low) + ("" if low == high else "-" + _code(high)) for low, high in ranges) + "]"
 
 
@@ -127,11 +128,10 @@ def any_of(parts: Sequence[str]) -> str:
 
 
 def text_without(words: Sequence[str], character: Callable[[str], str]) -> str:
-    """A regular expression for text in which no word occurs. Each word begins with the one `<` in it; `character`: an
-    expression for one character that is none of those given.
+    """Return a regular expression for text that contains none of the words. Each word begins with its only `<`.
+    `character(excluded)` returns an expression for one character that is not in `excluded`.
 
-    Narrower than that by a rare case: the beginning of a word isn't followed by `<` at once, unless it is `<`
-    itself."""
+    Slightly narrower: after a proper prefix of a word longer than `<`, the next character can't be `<`."""
     tree: Tree = {}
     for word in words:
         node = tree
@@ -141,7 +141,7 @@ def text_without(words: Sequence[str], character: Callable[[str], str]) -> str:
 
 
 def _leaving(node: Tree, character: Callable[[str], str]) -> str:
-    """Text behind the beginning of a word that leads out of all words."""
+    """Return an expression for the text after a common prefix that leaves all words of the trie."""
     parts = [character("<" + "".join(sorted(node)))]
     parts += [escaped(letter) + _leaving(node[letter], character) for letter in sorted(node) if node[letter]]
     return "(" + "|".join(parts) + ")"

@@ -1,6 +1,6 @@
-"""How much of a text's end must wait because it may be the beginning of a marker (a stop string, a tag).
+"""How much of a text's end must be held back, because it may be the prefix of a marker (a stop string or tag).
 
-Knows nothing of what the markers mean.
+Knows nothing of the meaning of markers.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 
 class Holdback:
-    """Finds the longest end of a text that is a proper beginning of one of the markers."""
+    """Finds the longest suffix of a text that is a proper prefix of a marker."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self._markers = tuple(markers)
 
     def held(self, text: str) -> int:
-        """Characters at the end of `text` that must wait for more; 0 when none."""
+        """Return the number of characters at the end of `text` to hold back."""
         return max((_held_for(marker, text) for marker in self._markers), default=0)
 
 

@@ -1,9 +1,8 @@
-"""JSON schemas (draft 2020-12) brought into plain alternatives that a grammar can follow exactly, or refused by the
-keyword that it can't.
+"""Normalise JSON schemas (draft 2020-12) into plain alternatives that a grammar can enforce exactly.
 
-`alternatives` resolves references, joins what a schema says in several places, and splits it by type. Every keyword
-works, says nothing about validity (annotations), or is refused by name: a grammar that forgot one would admit values
-that don't validate. Knows nothing of grammars.
+`alternatives` resolves references, merges the parts of a schema, and splits it by type. Every keyword is enforced,
+ignored because it doesn't affect validity (annotations), or rejected by name: a grammar that skipped one would admit
+invalid values. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ANNOTATIONS = frozenset(
         "discriminator",
     }
 )
-"""Keywords that don't touch validity. `discriminator` is OpenAPI's hint to readers of a oneOf."""
+"""Keywords that don't affect validity. `discriminator` is OpenAPI's hint for the readers of a oneOf."""
 _JOINED = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 _CHOSEN = frozenset(("enum", "const"))
 _BESIDE_CHOSEN = _CHOSEN | {"type", "minLength", "maxLength", "minItems", "maxItems"} | KEYWORDS_OF_TYPE["number"]
@@ -56,8 +55,8 @@ _KNOWN = frozenset({"type"} | ANNOTATIONS | _JOINED | _CHOSEN).union(*KEYWORDS_O
 
 
 def check_size(schema: object, field: str) -> None:
-    """Raise RequestError when a schema (or a list of choices) is too large or too deep to read. Runs in its own bound,
-    whatever it gets."""
+    """Raise RequestError when a schema (or a list of choices) is too large or nested too deep. Its own running time is
+    bounded for any input."""
     level: list[object] = [schema]
     num_nodes = depth = 0
     while level:
@@ -82,10 +81,10 @@ def check_size(schema: object, field: str) -> None:
 
 
 class SchemaReader:
-    """Reads one document: the root that references point into."""
+    """Reads the schemas of one document. References are resolved against its root."""
 
     def __init__(self, root: object, field: str) -> None:
-        """Raises RequestError, naming `field`, when the root is no schema, or too large."""
+        """Raises RequestError naming `field` when the root is not a valid schema, or too large."""
         check_size(root, field)
         if not isinstance(root, bool | dict):
             raise RequestError(field, root, "must be a JSON schema: an object, true or false")
@@ -102,10 +101,10 @@ class SchemaReader:
         self._validator = Draft202012Validator(root)
 
     def alternatives(self, schema: object, field: str, depth: int = 0) -> list[Schema]:
-        """What a value may be, one of the list: `{}` for anything, `{"enum": [...]}`, or one type with its own
+        """Return the alternatives of a schema: `{}` for any value, `{"enum": [...]}`, or one type with its own
         keywords.
 
-        Empty when nothing validates. Raises RequestError naming the keyword that can't be enforced."""
+        Empty when no value validates. Raises RequestError naming the keyword that can't be enforced."""
         if isinstance(schema, bool):
             return [{}] if schema else []
         assert isinstance(schema, dict)
@@ -132,7 +131,7 @@ class SchemaReader:
         return list(_by_type(plain, field))
 
     def _expanded(self, plain: dict[str, Any], key: str, field: str, depth: int) -> list[Schema]:
-        """Without one of the keywords that point to other schemas."""
+        """Resolve one of the keywords that contain or refer to other schemas."""
         rest = {name: value for name, value in plain.items() if name != key}
         if key == "$ref":
             return self.alternatives(join(self._target(plain[key], field), rest, field), field, depth + 1)
@@ -145,7 +144,7 @@ class SchemaReader:
             for index, option in enumerate(plain[key])
         ]
         if key == "oneOf":
-            self._check_apart(options, field)
+            self._check_disjoint(options, field)
         found = [alternative for option in options for alternative in option]
         if len(found) > _MAX_ALTERNATIVES:
             raise RequestError(f"{field}.{key}", "...", f"comes to more than {_MAX_ALTERNATIVES} alternatives")
@@ -170,7 +169,7 @@ class SchemaReader:
         return target
 
     def _chosen(self, plain: dict[str, Any], field: str) -> list[Schema]:
-        """`enum` and `const`: the values that the other keywords allow, too."""
+        """Return the values of `enum` and `const` that all other keywords allow."""
         for key in plain:
             if key not in _BESIDE_CHOSEN:
                 raise RequestError(f"{field}.{key}", plain[key], "can't be enforced beside enum or const")
@@ -181,10 +180,10 @@ class SchemaReader:
         values = [value for value in values if validator.is_valid(value)]
         return [{"enum": values}] if values else []
 
-    def _check_apart(self, options: list[list[Schema]], field: str) -> None:
+    def _check_disjoint(self, options: list[list[Schema]], field: str) -> None:
         for index, option in enumerate(options):
             for other in options[:index]:
-                if not all(_are_apart(one, two) for one in option for two in other):
+                if not all(_are_disjoint(one, two) for one in option for two in other):
                     raise RequestError(
                         f"{field}.oneOf",
                         "...",
@@ -192,9 +191,9 @@ class SchemaReader:
                     )
 
 
-def _are_apart(one: Schema, two: Schema) -> bool:
-    """Nothing that a grammar writes for one of them validates against the other. Objects are closed in grammars unless
-    they say otherwise."""
+def _are_disjoint(one: Schema, two: Schema) -> bool:
+    """Whether no value that a grammar writes for one alternative validates against the other. Grammars close objects
+    unless the schema opens them."""
     if "enum" in one and "enum" in two:
         return not any(is_same(first, second) for first in one["enum"] for second in two["enum"])
     types, others = _types(one), _types(two)
@@ -204,11 +203,11 @@ def _are_apart(one: Schema, two: Schema) -> bool:
         return True
     if types != {"object"} or others != {"object"} or "enum" in one or "enum" in two:
         return False
-    return (_lacks(one, two) and _lacks(two, one)) or _is_told_apart(one, two)
+    return (_excludes_a_required(one, two) and _excludes_a_required(two, one)) or _has_disjoint_property(one, two)
 
 
 def _types(alternative: Schema) -> set[str]:
-    """Integers and numbers count as both: they may be the same value."""
+    """Return the types of an alternative. Integer and number count as both, since 1 equals 1.0."""
     found = (
         {name for value in alternative["enum"] for name in type_of(value)}
         if "enum" in alternative
@@ -217,14 +216,14 @@ def _types(alternative: Schema) -> set[str]:
     return found | {"integer", "number"} if found & {"integer", "number"} else found
 
 
-def _lacks(one: Schema, two: Schema) -> bool:
-    """Objects of the first lack a property that the second requires."""
+def _excludes_a_required(one: Schema, two: Schema) -> bool:
+    """Whether objects of the first can't have a property that the second requires."""
     is_closed = one.get("additionalProperties", False) is False
     return is_closed and not set(two.get("required", ())) <= {*one.get("properties", {}), *one.get("required", ())}
 
 
-def _is_told_apart(one: Schema, two: Schema) -> bool:
-    """A property that both require can't have the same value in both."""
+def _has_disjoint_property(one: Schema, two: Schema) -> bool:
+    """Whether some property that both require has disjoint values."""
     for name in {*one.get("required", ())} & {*two.get("required", ())}:
         first, second = (each.get("properties", {}).get(name) for each in (one, two))
         if all(isinstance(each, dict) and each.keys() & _CHOSEN for each in (first, second)):
@@ -239,7 +238,7 @@ def _chosen_values(schema: Schema) -> list[Any]:
 
 
 def is_same(one: Any, two: Any) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """Whether two values are equal as JSON: 1 equals 1.0 but not true."""
     if isinstance(one, list) and isinstance(two, list):
         return len(one) == len(two) and all(map(is_same, one, two))
     if isinstance(one, dict) and isinstance(two, dict):
@@ -248,8 +247,8 @@ def is_same(one: Any, two: Any) -> bool:
 
 
 def join(one: object, two: object, field: str) -> Any:
-    """A schema for what validates against both. Raises RequestError where that takes more than putting the keywords
-    together."""
+    """Return a schema for the values that validate against both. Raises RequestError when the keywords can't be
+    combined."""
     if isinstance(one, bool) or isinstance(two, bool):
         return False if one is False or two is False else two if one is True else one
     assert isinstance(one, dict)

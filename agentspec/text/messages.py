@@ -1,7 +1,6 @@
-"""Chat messages in the one form that templates, the turn memory and the prompt builder work with.
+"""Normalised chat messages, the form that templates, the turn memory and the prompt builder use.
 
-Owns the normalisation of what clients send (OpenAI's message objects as plain dicts). Knows nothing of templates or
-tokens.
+Normalises what clients send (OpenAI's message objects as plain dicts). Knows nothing of templates or tokens.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ Message = dict[str, Any]
 reasoning under every name that templates read."""
 
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""By the type of a content's part: where its text is. Parts of type `thinking` are reasoning
+"""Type of a content part -> field that holds its text. Parts of type `thinking` are reasoning
 (returned_reasoning.py)."""
 
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
 
 _READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
-"""What templates read of a message, beside its reasoning. Clients send back all that answers had, of other servers too;
-the rest is left out."""
+"""Message fields that templates read, besides reasoning. Clients send back every field of an answer, including fields
+of other servers; the others are dropped."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Fresh, normalised copies of the messages, tool results in the order of their calls.
+    """Return normalised copies of the messages, with tool results in the order of their calls.
 
-    Raises RequestError naming the part that can't be used."""
+    Raises RequestError naming the invalid part."""
     if not messages:
         raise RequestError("messages", [], "must hold at least one message")
     result = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -44,44 +43,44 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def call_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call in a normalised message."""
+    """Return (name, arguments) of a call in a normalised message."""
     function = call.get("function", call)
     return function["name"], function["arguments"]
 
 
 def raw_arguments(messages: Sequence[Message]) -> list[RawArguments]:
-    """The arguments in normalised messages that are no JSON object."""
+    """Return the call arguments in normalised messages that are not a JSON object."""
     calls = (call for message in messages for call in message.get("tool_calls", ()))
     return [arguments for _, arguments in map(call_arguments, calls) if isinstance(arguments, RawArguments)]
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments from their text: an object, empty for a call without any; RawArguments for any other text, as
-    models write it and as a token limit leaves it."""
+    """Parse the arguments of a call: an object, empty for empty text. RawArguments for any other text, such as a
+    malformed or truncated call."""
     try:
         value = json.loads(text) if text.strip() else {}
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text that a prompt could hold
+            json.dumps(value, ensure_ascii=False).encode()  # a prompt can't hold lone surrogates
     except (ValueError, RecursionError):
         return RawArguments(text)
     return RawArguments(text) if not isinstance(value, dict) or is_too_deep(value) else value
 
 
 def call_ids(message: Message) -> tuple[str, ...] | None:
-    """The ids of the message's calls; None when it has no calls, or one of them no id."""
+    """Return the ids of the message's calls; None when it has no calls, or when one has no id."""
     ids = tuple(call.get("id") for call in message.get("tool_calls", ()))
     return ids if ids and all(isinstance(call_id, str) for call_id in ids) else None
 
 
 def is_question(message: Message) -> bool:
-    """A user message with the user's words: some clients send tool results as user messages, wrapped in the tags that
-    Qwen's templates use."""
+    """Whether a message is the user's own. Some clients send tool results as user messages, wrapped in the tags of
+    Qwen's templates."""
     content = message.get("content", "").strip()
     return message["role"] == "user" and not (content.startswith(RESULT_OPEN) and content.endswith(RESULT_CLOSE))
 
 
 def with_reasoning(message: Message, reasoning: str) -> Message:
-    """A copy of the message with its reasoning under the names that templates read."""
+    """Return a copy of the message with its reasoning under every name that templates read."""
     return {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
 
 
@@ -91,11 +90,10 @@ def _message(message: Mapping[str, Any], field: str) -> Message:
     result: Message = {key: value for key, value in message.items() if value is not None and key in _READ}
     if not isinstance(result.get("role"), str):
         raise RequestError(f"{field}.role", result.get("role"), "must be a string")
-    if result["role"] == "developer":  # OpenAI's newer word
+    if result["role"] == "developer":  # OpenAI's newer name
         result["role"] = "system"
-    result["content"] = _content(
-        result.get("content", ""), f"{field}.content"
-    )  # null beside calls: templates add to it, or ask for its length
+        # Null content next to calls becomes "": templates concatenate it or take its length.
+    result["content"] = _content(result.get("content", ""), f"{field}.content")
     if "tool_calls" in result:
         result["tool_calls"] = _calls(result["tool_calls"], f"{field}.tool_calls")
     reasoning = returned_reasoning(message)
@@ -140,7 +138,7 @@ def _call(call: object, field: str) -> dict[str, Any]:
 
 
 def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Arguments may be an object, any text, or empty for a call without arguments."""
+    """Normalise a function call. Arguments may be an object or any text; missing or empty means no arguments."""
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{field}.name", function.get("name"), "must be a string")
     arguments = function.get("arguments")
@@ -154,8 +152,7 @@ def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[Message]) -> None:
-    """Templates associate results with calls by position alone, so each run of tool messages takes the order of the
-    calls before it."""
+    """Sort each run of tool messages by the calls before it: templates match results to calls by position only."""
     start = 0
     while start < len(messages):
         end = start
@@ -169,7 +166,8 @@ def _order_tool_results(messages: list[Message]) -> None:
 
 
 def _ordered(messages: list[Message], start: int, end: int, places: dict[str, int]) -> list[Message]:
-    """Results without an id are associated by position already; they can't be mixed with results that have one."""
+    """Sort one run of tool messages by call. Results without ids are already in order, and can't be mixed with
+    others."""
     run = messages[start:end]
     if all("tool_call_id" not in message for message in run):
         return run

@@ -1,7 +1,7 @@
-"""Regular expressions for the JSON numbers of a range.
+"""Regular expressions for JSON numbers in a range.
 
-What they admit is chosen so that no reader rounds a number out of its range: at most 15 significant digits where a
-bound is near, no exponent beside a bound. Knows nothing of schemas.
+They admit only numbers that no parser rounds out of the range: at most 15 significant digits near a bound, and no
+exponent next to a bound. Knows nothing of schemas.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 MAX_INTEGER = 10**18 - 1
-"""Integers stay below 64 bits, which is what most readers of JSON hold."""
+"""Integers fit in 64 bits, as most JSON parsers require."""
 MAX_BOUNDED_NUMBER = 10**12 - 1
 ANY_INTEGER = "(0|-?[1-9][0-9]{0,17})"
 ANY_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?"
@@ -18,7 +18,7 @@ _FRACTION_DIGITS = 6
 
 
 def integers_between(low: int, high: int) -> str:
-    """Matches the integers low..high, without leading zeros. low <= high."""
+    """Return an expression for the integers low..high without leading zeros. Requires low <= high."""
     parts = []
     if low < 0:
         parts.append("-" + _natural(max(1, -high), -low))
@@ -28,10 +28,9 @@ def integers_between(low: int, high: int) -> str:
 
 
 def numbers_between(low: Decimal, high: Decimal, *, above_low: bool, below_high: bool) -> str | None:
-    """Matches decimal numbers of the range; `above_low`, `below_high`: without the bound itself. None when there is
-    none to write.
+    """Return an expression for decimal numbers in a range; None when it has no number that can be written.
 
-    Both bounds lie within MAX_BOUNDED_NUMBER."""
+    `above_low`, `below_high`: the bound itself is excluded. Both bounds must lie within MAX_BOUNDED_NUMBER."""
     parts: list[str | None] = []
     if low < 0:
         top = max(-high, Decimal(0))
@@ -52,7 +51,7 @@ def _natural(low: int, high: int) -> str:
 
 
 def _digits_between(low: str, high: str) -> str:
-    """Digit strings of one length."""
+    """Match digit strings of one length between `low` and `high`."""
     rest = len(low) - 1
     if low == "0" * len(low) and high == "9" * len(high):
         return f"[0-9]{{{len(low)}}}" if low else ""
@@ -72,7 +71,7 @@ def _digits_between(low: str, high: str) -> str:
 
 
 def _decimals(low: Decimal, high: Decimal, *, above_low: bool, below_high: bool) -> str | None:
-    """Numbers between two that are not negative."""
+    """Match the numbers between two non-negative bounds."""
     (low_whole, low_digits), (high_whole, high_digits) = _split(low), _split(high)
     room = _SIGNIFICANT_DIGITS - len(str(high_whole))
     if low_whole == high_whole:
@@ -91,12 +90,12 @@ def _decimals(low: Decimal, high: Decimal, *, above_low: bool, below_high: bool)
 
 
 def _split(number: Decimal) -> tuple[int, str]:
-    """The whole part, and the digits behind the point without zeros at their end."""
+    """Return the integer part, and the fraction digits without trailing zeros."""
     whole, _, digits = f"{number:f}".partition(".")
     return int(whole), digits.rstrip("0")
 
 
-# The digits behind the point, as a list of alternatives: "" among them means that there may be none.
+# The functions below return alternatives for the fraction digits; "" means that the fraction may be absent.
 
 
 def _with_fraction(alternatives: list[str]) -> str | None:

@@ -1,8 +1,8 @@
-"""Tokenising long prompts that mostly repeat: piece by piece between added tokens, with the pieces' ids remembered.
+"""Tokenise prompts piece by piece, with the ids of each piece cached, since long prompts mostly repeat.
 
-Added tokens are matched before any normalisation, pre-tokenisation or merge, and none of these crosses one; so the ids
-of the pieces in a row are the ids of the whole text. With sentinels (text/sentinels.py) these alone are added tokens.
-Knows nothing of messages or templates.
+Pieces are the texts between added tokens. Added tokens are matched before normalisation, pre-tokenisation and merges,
+and none of these crosses one, so the concatenated ids equal the ids of the whole text. With sentinels
+(text/sentinels.py) only they are added tokens. Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ENTRY_OVERHEAD_BYTES = 250
 
 
 class PieceEncoder:
-    """Encodes text like its tokenizer, only faster when it has seen most of it. Not thread-safe."""
+    """Encodes text with the tokenizer's result, faster for pieces in the cache. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, sentinels: Sentinels | None = None, *, max_bytes: int = 64 << 20) -> None:
-        """`max_bytes`: of the remembered pieces and their ids together; the least recently used go first."""
+        """`max_bytes` bounds the cached pieces and their ids together; the least recently used are evicted first."""
         self._tokenizer = tokenizer
         self._ids_of: SizedCache[str, array[int]] = SizedCache(max_bytes)
         self._ids_of_sentinels = {} if sentinels is None else sentinels.ids_of
@@ -38,11 +38,11 @@ class PieceEncoder:
 
     @property
     def num_bytes(self) -> int:
-        """About what is remembered, in memory; never above max_bytes."""
+        """Approximate memory of the cache in bytes; never above `max_bytes`."""
         return self._ids_of.num_bytes
 
     def encode(self, text: str) -> array[int]:
-        """Without sentinels equal to the tokenizer's own `encode`."""
+        """Return the ids of a text. Without sentinels they equal those of the tokenizer's `encode`."""
         ids = tokens()
         pieces = self.pieces(text)
         known = self.ids_of(pieces)
@@ -51,7 +51,7 @@ class PieceEncoder:
         return ids
 
     def pieces(self, text: str) -> list[str]:
-        """The text, cut before and behind every added token beside which it may be cut."""
+        """Split the text before and after each added token at which splitting is safe."""
         pieces: list[str] = []
         open_piece = ""
         for part in self._added.split(text):
@@ -63,10 +63,10 @@ class PieceEncoder:
         return [piece for piece in (*pieces, open_piece) if piece]
 
     def ids_of(self, pieces: Iterable[str], limit: TokenLimit | None = None) -> dict[str, array[int]]:
-        """The ids of texts that are encoded by themselves, such as `pieces`. They are remembered: not to be changed.
+        """Return the ids of texts that are encoded independently, such as `pieces`. The arrays are cached: don't change
+        them.
 
-        Raises ContextLengthError when those that aren't remembered yet have more ids than the limit; then they won't
-        be."""
+        Raises ContextLengthError when the texts that are not cached exceed the limit; nothing is cached then."""
         known: dict[str, array[int]] = {}
         unknown: dict[str, None] = {}
         for piece in pieces:

@@ -1,8 +1,9 @@
-"""Messages to prompt ids: render, put the ids of generated turns back in their places, and find the breakpoints'
-tokens.
+"""Build prompt ids from messages: render, splice in the ids of generated turns, and find the token offsets of
+breakpoints.
 
-Owns the splice. A generated turn's ids replace a stretch of the prompt only where the template renders the very text
-that they decode to; so the prompt always reads as the template says. Knows nothing of the engine's cache or of HTTP.
+Owns the splice: the ids of a generated turn replace a stretch of the prompt only where the template renders exactly the
+text that they decode to. The prompt therefore always reads as the template writes it. Knows nothing of the engine's
+cache or of HTTP.
 """
 
 from __future__ import annotations
@@ -33,68 +34,68 @@ from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed
 from agentspec.types import BY_PROTECTION, Breakpoint, CheckpointKind, tokens
 
 _LEAD_CHARACTERS = 64
-"""Enough to hold the generation prompt and the end of the message before it."""
+"""Enough for the generation prompt and the end of the message before it."""
 _LONG_LEAD = 4096
-"""Characters among which a sentinel is sought, where those above have none."""
+"""The range that is searched for a sentinel when the last _LEAD_CHARACTERS have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltPrompt:
     prompt_ids: array[int]
-    """Not to be changed: the next prompt of the conversation begins with them."""
+    """Must not be changed: they are cached for the next prompt of the conversation."""
     breakpoints: list[Breakpoint]
     """Ascending offsets into prompt_ids, each above 0."""
     marked_end: int
     """Tokens before the client's last mark; 0 when it set none."""
     reasoning_open: bool
-    """The prompt ends inside a think block, so the answer begins with reasoning."""
+    """Whether the prompt ends inside a think block, so that the answer begins with reasoning."""
     conversation: bytes
     """Key of the messages (text/turn_memory.py)."""
     namespace: str
-    """Where the turn will be found again."""
+    """The namespace in which the turn is stored."""
     begun: TurnRecord
-    """What stands of the generated turn before it is generated; mostly nothing but its lead."""
+    """The part of the turn that the prompt already contains; usually only its lead."""
     applied: tuple[AppliedEdit, ...] = ()
-    """What of the asked edits changed something."""
+    """The context edits that changed something."""
 
     @property
     def is_mid_text(self) -> bool:
-        """The answer goes on in the middle of a text, so what opens a text or a think block at an answer's beginning is
-        neither here."""
+        """Whether the answer continues a text, so that a tag or whitespace at its start is not the start of a
+        segment."""
         text = self.begun.turn.content.rstrip()
         return bool(text) and not (self.reasoning_open and text.endswith(THINK_OPEN))
 
 
 class PromptAsk(msgspec.Struct, frozen=True):
-    """What a prompt is built of."""
+    """The arguments of PromptBuilder.build."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools | None = None
     template_kwargs: Mapping[str, Any] | None = None
     limit: TokenLimit | None = None
-    """Of its tokens."""
+    """Limit on the prompt's tokens."""
     namespace: str = ""
-    """Turns generated in another one are not put back."""
+    """Only turns that were generated in the same namespace are spliced in."""
     marked: Sequence[CacheMark] = ()
-    """Places that become breakpoints beside the template's own."""
+    """The client's marks, which become breakpoints in addition to the template's own."""
     edits: Sequence[ContextEdit] = ()
-    """Made after turns were recognised, so that the conversation is known by what the client sends, whatever the model
-    is shown of it."""
+    """Applied after turns are recognised, so that the conversation key depends on the client's messages and not on the
+    edits."""
     continues: bool = False
-    """The last message is the beginning of the turn, an assistant's without calls."""
+    """Whether the answer continues the last message, an assistant message without calls."""
     begins: bool = True
-    """The prompt ends with what opens the turn; false: behind the messages, for those who only count."""
+    """Whether the prompt ends with the generation prompt. False: it ends after the messages, for counting tokens."""
 
 
 class PromptBuilder:
-    """Builds prompts for one model and remembers its turns. Not thread-safe."""
+    """Builds prompts for one model and records its turns. Not thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory, *, trusts_client_text: bool = False
     ) -> None:
-        """`trusts_client_text`: text in messages that spells an added token is that token, as in transformers.
+        """`trusts_client_text`: text in messages that spells an added token becomes that token, as in transformers.
 
-        Raises CheckpointError for a template that needs that."""
+        Raises CheckpointError for a template that requires `trusts_client_text`."""
         self._tokenizer = tokenizer
         self._template, self._sentinels = (template, Sentinels()) if trusts_client_text else proven(template, tokenizer)
         self._memory = memory
@@ -102,34 +103,34 @@ class PromptBuilder:
         self._special_texts = tuple(map(self._sentinels.of, tokenizer.special_ids))
         tags = (THINK_OPEN, THINK_CLOSE, CALL_OPEN) if self._sentinels else ()
         self.tag_ids = {tag: token_id for tag in tags if (token_id := tokenizer.id_of(tag)) is not None}
-        """Tags of answers that are tokens, and count only as such."""
+        """Answer tags that are added tokens, and are recognised only as such: tag -> token id."""
         name = detect_dialect(template.source)
         self.dialect: Dialect | None = None if name is None else DIALECTS[name]
-        """How this model writes tool calls; None when its template teaches no dialect that we know."""
+        """How the model writes tool calls; None when its template shows no known dialect."""
         self.template_reads = template.reads
-        """Variables that the checkpoint's template takes, beside those that every template may."""
+        """Undeclared variables of the checkpoint's template."""
         self.num_spliced = 0
-        """Returned turns whose ids were put back."""
+        """Number of returned turns whose generated ids were spliced in."""
         self.num_mismatched = 0
-        """Returned turns that the template renders otherwise than they were generated (dropped reasoning, trimmed
-        whitespace): rendered text won."""
+        """Number of returned turns that the template renders differently from the generated text (reasoning dropped,
+        whitespace trimmed). The rendered text is used for them."""
 
     def build(self, asked: PromptAsk) -> BuiltPrompt:
-        """The prompt that asks for the next assistant turn.
+        """Build the prompt for the next assistant turn.
 
-        Raises RequestError naming what can't be used, and ContextLengthError for too many tokens; nothing is remembered
-        of such a prompt."""
+        Raises RequestError naming the invalid field, and ContextLengthError for too many tokens. Nothing is cached of a
+        prompt that is refused."""
         tools, template_kwargs, limit, continues = asked.tools, asked.template_kwargs, asked.limit, asked.continues
         refuse_surrogates(tools, "tools")
         refuse_surrogates(template_kwargs, "chat_template_kwargs")
         arranged = Arranged.of(normalise(asked.messages), self._template.system_places)
         marked = [
-            MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark
+            MessageMark(*arranged.move_mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark
             for mark in asked.marked
         ]
         recalled, records, keys = self._recall(arranged.messages, asked.namespace)
         if continues:
-            keys.pop()  # the turn is not whole: the conversation is the one before it
+            keys.pop()  # the last message is part of the new turn, so the conversation ends before it
         render = partial(
             self._template.render,
             tools=tools,
@@ -138,9 +139,8 @@ class PromptBuilder:
             continues=continues,
         )
 
-        counted = (
-            None if limit is None else replace(limit, times=COUNTED_CONTEXTS)
-        )  # what is cleared makes room for the rest
+        # Before the edits the prompt may exceed the context: clearing makes room.
+        counted = None if limit is None else replace(limit, times=COUNTED_CONTEXTS)
 
         def count(edited: Sequence[Message]) -> int:
             text = render(edited).text
@@ -153,7 +153,7 @@ class PromptBuilder:
         characters = [offset for offset, _ in rendered.marks]
         stretches = self._locate(rendered.text, records)
         encoded = self._encoder.encode(rendered.text, stretches, keys, limit)
-        self._template.remember(rendered)
+        self._template.cache_system_block(rendered)
         self.num_spliced += len(stretches)
         self.num_mismatched += len(records) - len(stretches)
         offsets = [self._encoder.token_offset(encoded, offset) for offset in characters]
@@ -180,9 +180,10 @@ class PromptBuilder:
         is_cut: bool,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was
-        generated, stop id or not; `is_cut`: it was not ended by the model's own stop id. `skip_special_tokens`: the
-        turn's text has no control tokens."""
+        """Record a finished turn, to recognise it when the client sends it back.
+
+        `turn`: the segmenter's result. `token_ids`: all generated ids, with or without a stop id. `is_cut`: the turn
+        did not end with the model's own stop id. `skip_special_tokens`: the text of the turn has no control tokens."""
         ids = tokens(token_ids)
         if ids and not self._tokenizer.token_bytes[ids[-1]]:
             ids.pop()
@@ -195,13 +196,13 @@ class PromptBuilder:
         texts = (text, turn.reasoning, turn.content, *(call.arguments for call in turn.shown_calls))
         quotes_tags = any(self._sentinels.write(part) != part for part in texts)
         record = TurnRecord(turn, ids, text, begun.lead, is_cut, prompt.namespace, quotes_tags)
-        self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
+        self._memory.add_turn(extend_by_turn(prompt.conversation, turn), record)
 
     def _recall(
         self, conversation: list[Message], namespace: str
     ) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
-        """The conversation as it was generated, the records of its turns, and its keys: before the first message, and
-        behind each."""
+        """Return the conversation as it was generated, the records of its turns, and its keys: the empty
+        conversation's, and one after each message."""
         key = conversation_seed(namespace)
         keys = [key]
         restored: list[Message] = []
@@ -209,7 +210,7 @@ class PromptBuilder:
         for message in conversation:
             key = extend_conversation(key, message)
             keys.append(key)
-            record = self._memory.find(key, message, namespace) if message["role"] == "assistant" else None
+            record = self._memory.find_turn(key, message, namespace) if message["role"] == "assistant" else None
             if record is not None:
                 message = record.restore(
                     message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text
@@ -219,7 +220,7 @@ class PromptBuilder:
         return restored, records, keys
 
     def _locate(self, text: str, records: Sequence[TurnRecord]) -> list[Stretch]:
-        """Where the turns stand in the rendered text, in order."""
+        """Find the recorded turns in the rendered text, in order."""
         stretches: list[Stretch] = []
         cursor = 0
         for record in records:
@@ -230,10 +231,10 @@ class PromptBuilder:
         return stretches
 
     def _place(self, text: str, record: TurnRecord, cursor: int) -> tuple[int, int] | None:
-        """Where one turn begins and ends, not before `cursor`; None where the template wrote something else.
+        """Find the start and end of one turn at or after `cursor`; None when the template rendered it differently.
 
-        A turn may quote tags as added tokens, which come back as text, or spell as text what the template writes as
-        tags: behind a lead that is the template's own it is known by what it reads."""
+        A turn may quote a tag as an added token, which returns as text, or spell in text what the template renders as a
+        tag. Behind a lead that contains a sentinel, which no client can write, the spelled text is compared."""
         lead = record.lead
         first = max(0, cursor - len(lead))
         start = text.find(lead + record.text, first) + len(lead)
@@ -255,10 +256,10 @@ class PromptBuilder:
     def _begun(
         self, text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]
     ) -> TurnRecord:
-        """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
+        """Return a record of the part of the next turn that the prompt already contains: `message`, if there is one.
 
-        It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised
-        the same each time."""
+        A message that was generated here keeps its ids, so that the whole turn has them. Text that the client wrote is
+        tokenised again each time."""
         if (
             message is not None
             and stretches
@@ -267,7 +268,7 @@ class PromptBuilder:
         ):
             return records[-1]
         lead = text[-_LEAD_CHARACTERS:]
-        if not ANY_SENTINEL.search(lead):  # a client could write the same
+        if not ANY_SENTINEL.search(lead):  # without a sentinel, client text could imitate the lead
             anchors = [found.start() for found in ANY_SENTINEL.finditer(text, max(0, len(text) - _LONG_LEAD))]
             lead = text[anchors[-1] :] if anchors else lead
         said = (
@@ -279,14 +280,13 @@ class PromptBuilder:
 
 
 def _opens_reasoning(message: Message) -> bool:
-    """The text that the answer goes on from is a think block without its end. A tag that stands elsewhere in it is text
-    like any other."""
+    """Whether the message to continue is an unfinished think block. A think tag at any other place is plain text."""
     text = message.get("content", "")
     return text.lstrip().startswith(THINK_OPEN) and THINK_CLOSE not in text
 
 
 def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:
-    """One breakpoint an offset; of several kinds at one offset the best protected stands."""
+    """Return one breakpoint per offset; of several kinds at one offset, the best protected one."""
     kind_at: dict[int, CheckpointKind] = {}
     for offset, kind in zip(offsets, kinds, strict=True):
         if offset > 0:

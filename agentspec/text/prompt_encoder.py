@@ -1,7 +1,6 @@
-"""A rendered prompt to token ids: text piece by piece, generated turns by their own ids, and what stood in the
-conversation's last prompt as it was.
+"""Encode rendered prompts: text piece by piece, generated turns by their own ids, and known segments from a cache.
 
-The ids are those that the whole would have without that memory. Knows nothing of messages or templates.
+Caching never changes the ids. Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STRETCH_BYTES = 150
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Characters start..end of the rendered prompt are the text of these generated ids."""
+    """Characters start..end (exclusive) of the rendered prompt are the text of these generated ids."""
 
     start: int
     end: int
@@ -35,20 +34,21 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A text with its ids, which are not to be changed. A segment is a stretch, or a piece of the text between two of
-    them."""
+    """A text and its ids, which must not be changed. A segment is a stretch, or a piece of the text between two
+    stretches."""
 
     text: str
     stretches: tuple[Stretch, ...]
     ids: array[int]
     char_ends: array[int]
-    """Characters up to the end of each segment."""
+    """Character offset of the end of each segment."""
     token_ends: array[int]
-    """Ids up to there."""
+    """Token offset of the end of each segment."""
 
     @property
     def num_bytes(self) -> int:
-        """About what it holds in memory, the stretches' ids included: the turn memory may let go of them first."""
+        """Approximate memory in bytes. Includes the ids of the stretches, since the turn memory may evict them
+        earlier."""
         of_stretches = sum(_STRETCH_BYTES + held_bytes(stretch.token_ids) for stretch in self.stretches)
         return (
             _ENTRY_OVERHEAD_BYTES
@@ -61,28 +61,28 @@ _NOTHING = EncodedPrompt("", (), tokens(), array("q"), array("q"))
 
 
 class PromptEncoder:
-    """Encodes prompts and remembers the last one of each conversation. Not thread-safe."""
+    """Encodes prompts and caches the last one of each conversation. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, sentinels: Sentinels | None = None, *, max_bytes: int = 64 << 20) -> None:
-        """`sentinels`: in the prompts they alone are added tokens; None: added tokens are what spells one. `max_bytes`:
-        of the remembered prompts together; the least recently used go first."""
+        """`sentinels`: the only added tokens in the prompts; None: text that spells an added token becomes it.
+        `max_bytes` bounds the cached prompts; the least recently used are evicted first."""
         self._pieces = PieceEncoder(tokenizer, sentinels)
         self._margin = 1 if sentinels else max((len(token.text) for token in tokenizer.added_tokens), default=1)
         self._prompts: SizedCache[bytes, EncodedPrompt] = SizedCache(max_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """About what the remembered prompts hold in memory; never above max_bytes."""
+        """Approximate memory of the cached prompts in bytes; never above `max_bytes`."""
         return self._prompts.num_bytes
 
     def encode(
         self, text: str, stretches: Sequence[Stretch], keys: Sequence[bytes] = (), limit: TokenLimit | None = None
     ) -> EncodedPrompt:
-        """The text with the stretches' own ids in their places.
+        """Encode a text, with the ids of each stretch in its place.
 
-        `keys`: of the conversation, from the empty one on (text/turn_memory.py). The prompt is remembered under the
-        last one, in the place of the one that it continues; none: neither. Raises ContextLengthError for more ids than
-        the limit, and remembers nothing of them."""
+        `keys`: of the conversation, from the empty one on (text/turn_memory.py). The prompt replaces the prompt that it
+        continues and is cached under the last key; without keys the cache is not used. Raises ContextLengthError beyond
+        the limit, and caches nothing then."""
         key = next((key for key in reversed(keys) if key in self._prompts), None)
         known = None if key is None else self._prompts.get(key)
         prompt = self._continued(known or _NOTHING, text, stretches, limit)
@@ -93,8 +93,8 @@ class PromptEncoder:
         return prompt
 
     def token_offset(self, prompt: EncodedPrompt, mark: int) -> int:
-        """Ids that lie before a place in the text whatever follows it there: inside of a token or a stretch, those
-        before it."""
+        """Return the number of ids before a text offset that don't depend on the text after it. An offset inside a
+        token or a stretch is rounded down to its start."""
         segment = bisect_left(prompt.char_ends, mark)
         if not mark or prompt.char_ends[segment] == mark:
             return prompt.token_ends[segment] if mark else 0
@@ -108,7 +108,7 @@ class PromptEncoder:
     def _continued(
         self, known: EncodedPrompt, text: str, stretches: Sequence[Stretch], limit: TokenLimit | None
     ) -> EncodedPrompt:
-        """The prompt, with the segments that it has in common with a known one taken from there."""
+        """Encode a prompt, copying the leading segments that it shares with a known one."""
         num_kept = self._num_common(known, text, stretches)
         ids = known.ids[: known.token_ends[num_kept - 1] if num_kept else 0]
         char_ends, token_ends = known.char_ends[:num_kept], known.token_ends[:num_kept]
@@ -118,14 +118,12 @@ class PromptEncoder:
         between = [self._pieces.pieces(text[start:stop]) for start, stop in zip(starts, stops, strict=True)]
         ids_of = self._pieces.ids_of(chain.from_iterable(between), limit)
         for pieces, stretch in zip_longest(between, left):
-            for piece in pieces:
-                ids += ids_of[piece]
-                place += len(piece)
-                char_ends.append(place)
-                token_ends.append(len(ids))
+            segments = [(len(piece), ids_of[piece]) for piece in pieces]
             if stretch is not None:
-                ids += stretch.token_ids
-                place = stretch.end
+                segments.append((stretch.end - stretch.start, stretch.token_ids))
+            for num_characters, segment_ids in segments:
+                ids += segment_ids
+                place += num_characters
                 char_ends.append(place)
                 token_ends.append(len(ids))
         if limit is not None:
@@ -133,9 +131,11 @@ class PromptEncoder:
         return EncodedPrompt(text, tuple(stretches), ids, char_ends, token_ends)
 
     def _num_common(self, known: EncodedPrompt, text: str, stretches: Sequence[Stretch]) -> int:
-        """Segments of the known prompt that the text begins with, too. Where an added token begins depends on no more
-        than that token's own length behind it, so what is so far before the first difference is cut as it was. The end
-        of a text is no cut."""
+        """Return the number of leading segments that the text shares with the known prompt.
+
+        Whether an added token begins at a place depends on at most that token's length of text after it. So segments
+        that end this margin before the first difference are split the same way. The end of a text is not a split
+        point."""
         pairs = zip_longest(known.stretches, stretches)
         differing = next((pair for pair in pairs if pair[0] != pair[1]), ())
         same = min([common_length(known.text, text), *(stretch.start for stretch in differing if stretch is not None)])

@@ -1,8 +1,8 @@
-"""Call arguments that are no JSON object, and how a prompt shows them: the raw text, in place of the parameters.
+"""Call arguments that are not a JSON object: the prompt shows their raw text in place of the parameters.
 
-Chat templates take arguments as an object and know no other. So they get an object with one entry, made of marks, and
-what a template writes for it is replaced in the rendered prompt. Owns the marks and the forms in which templates write
-an object. Knows nothing of messages or tokens.
+Chat templates accept only an object. They are given an object with one entry made of placeholders, and what a template
+writes for it is replaced in the rendered prompt. Owns the placeholders and the forms in which templates write an
+object. Knows nothing of messages or tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 _MARK = "[0-9a-f]{32}"
 _FORMS = re.compile(
     rf'\{{\s*"raw_name_({_MARK})"\s*:\s*"raw_value_\1"\s*\}}'  # an object as JSON
-    rf"|<parameter=raw_name_({_MARK})>\s*\"?raw_value_\2\"?\s*</parameter>"  # a parameter in tags, as Qwen3-Coder and Qwen3.5 write it
-    rf"|raw_(?:(name)|value)_({_MARK})"  # any other form: a parameter of the name `arguments`
+    rf"|<parameter=raw_name_({_MARK})>\s*\"?raw_value_\2\"?\s*</parameter>"  # a parameter in tags: Qwen3-Coder, Qwen3.5
+    rf"|raw_(?:(name)|value)_({_MARK})"  # any other form: a parameter named `arguments`
 )
 
 
 class RawArguments(dict[str, Any]):
-    """For templates an object with one entry; for the prompt, `text`. Equal where the texts are equal, and to no real
-    arguments."""
+    """An object with one placeholder entry for templates, and the raw `text` for the prompt. Equal to another with the
+    same text, never to real arguments."""
 
     def __init__(self, text: str) -> None:
         self.mark = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -31,7 +31,7 @@ class RawArguments(dict[str, Any]):
 
 
 def show_raw(rendered: str, arguments: Iterable[RawArguments]) -> str:
-    """What a template rendered, with the texts of `arguments` in place of the objects that stood for them."""
+    """Replace the placeholders in a rendered prompt with the raw texts of `arguments`."""
     texts = {raw.mark: raw.text for raw in arguments}
 
     def text_of(found: re.Match[str]) -> str:

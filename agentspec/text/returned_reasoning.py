@@ -1,6 +1,6 @@
-"""Reasoning in the histories that clients send, under whichever name and in whichever form they got it.
+"""Reasoning in the histories that clients send back, in the field names and forms of this and other servers.
 
-Owns these names and forms, of this server's answers and of others'. Knows nothing of templates.
+Knows nothing of templates.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text")
-"""The first one that has text counts, before blocks among the parts of the content: the others say the same, or
-nothing."""
+"""The first name with text is used, before blocks among the content parts; the others repeat it or are empty."""
 
 _BLOCKS = {"reasoning.text": "text", "thinking": "thinking"}
-"""By the type of a block in a list (OpenRouter's `reasoning_details`, LiteLLM's `thinking_blocks`): where its text is.
-Blocks of other types hold summaries, or what only their provider can read."""
+"""Type of a block in a list (OpenRouter's `reasoning_details`, LiteLLM's `thinking_blocks`) -> field that holds its
+text. Blocks of other types hold summaries or encrypted data."""
 
 
 def returned_reasoning(message: Mapping[str, Any]) -> str | None:
-    """A message's reasoning; None when it has none in a form that is known here."""
+    """Return the reasoning of a message; None when it has none in a known form."""
     content = message.get("content")
     forms = [
         *(_text(message[name]) for name in _NAMES if name in message),

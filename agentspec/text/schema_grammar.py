@@ -1,8 +1,8 @@
-"""Grammars for JSON that validates against a schema: everything that they admit does, though they don't admit
-everything that would.
+"""Grammars for JSON that validates against a schema. They are sound but not complete: they admit a subset of the valid
+values.
 
-Narrower than the schema: properties come in the schema's order, objects are closed unless the schema opens them,
-numbers and whitespace are bounded. Knows nothing of tool calls, but for strings that must not hold what would end one.
+Properties come in the schema's order, objects are closed unless the schema opens them, numbers and whitespace are
+bounded. Knows nothing of tool calls, except that strings may have to exclude some words.
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ from agentspec.text.schema_patterns import (
 )
 
 MAX_MIN_LENGTH = 100
-"""Of strings: characters counted one by one make masks slow."""
+"""Greatest minLength: counting characters one by one makes masks slow."""
 _MAX_LENGTH_WRITTEN_OUT = 8
-"""Up to here they are written one behind the other instead."""
+"""Up to this length, characters are written as a sequence instead of being counted."""
 MAX_ITEMS_COUNTED = 1000
 MAX_MULTIPLES = 1000
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 _CONTROLS = "".join(map(chr, range(0x20)))
 _ESCAPE = r'\\(["\\/bfnrt]|u([0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))'
-"""In a JSON string, but for surrogates, which are no characters."""
+"""Escapes in a JSON string, except lone surrogates, which are not characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Style:
-    """How JSON is laid out, and where it stands."""
+    """Layout of JSON, and words that its strings must exclude."""
 
     space: str = '" "?'
-    """Between tokens, as an expression."""
+    """Expression for the whitespace between tokens."""
     barred: tuple[str, ...] = ()
-    """Words that begin with `<` and would be read as something else, if a string held them."""
+    """Words beginning with `<` that no string may contain, because they would be parsed as tags."""
 
 
 PRETTY = Style(space='(" " | "\\n" " "{0,40})?')
-"""As an answer's content: in one line, or indented."""
+"""The style of an answer's content: on one line, or indented."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,8 @@ class SchemaGrammar:
     _names: dict[str, str] = field(default_factory=dict)
 
     def value(self, schema: object, path: str) -> str:
-        """An expression for the JSON text of a value. Raises RequestError naming the keyword that can't be enforced."""
+        """Return an expression for the JSON text of a value. Raises RequestError naming the keyword that can't be
+        enforced."""
         key = json.dumps(schema)
         if (name := self._names.get(key)) is None:
             name = self._names[key] = self.rules.reserve()
@@ -84,7 +86,7 @@ class SchemaGrammar:
         return name
 
     def alternative(self, schema: Schema, path: str) -> str:
-        """The same for one of a schema's plain alternatives."""
+        """Return an expression for one of a schema's plain alternatives."""
         if "enum" in schema:
             return any_of([literal(self.constant(value, path)) for value in schema["enum"]])
         match schema.get("type"):
@@ -130,12 +132,12 @@ class SchemaGrammar:
         return self._quoted(f'{self._characters()}"')
 
     def _characters(self) -> str:
-        """An expression for any number of characters between quotes."""
+        """Return an expression for any number of characters between quotes."""
         return text_without(self.style.barred, json_character) if self.style.barred else json_character("") + "*"
 
     def _quoted(self, expression: str, options: str = "") -> str:
-        """A string whose rule after the opening quote is an expression. The look at what follows spares most tokens a
-        trial."""
+        """Return a string with an expression after the opening quote. The lookahead lets xgrammar decide most tokens
+        without a trial."""
         body = self.rules.add(f'{regex(expression)} (=" "? [,}}\\]:\\n])', options=options)
         return f'"\\"" {body}'
 
@@ -184,7 +186,7 @@ class SchemaGrammar:
         return f'"[" {space} {items if low else f"({items})?"} {space} "]"'
 
     def _listed(self, first: Sequence[str], other: str, comma: str, low: int, high: int | None) -> str:
-        """Items of which the first have schemas of their own; at least one of them comes."""
+        """Return an expression for a list of at least one item, whose first items have their own schemas."""
         tail = ""
         if other:
             tail = _times(
@@ -212,10 +214,9 @@ class SchemaGrammar:
         if high is not None and (extra is not False or high < len(members)):
             raise RequestError(f"{path}.maxProperties", high, "can't be enforced below the number of properties")
         space = self.style.space
-        pairs = [
-            f'{literal(self.constant(member.name, path))} {space} ":" {space} {self.value(member.schema, f"{path}.properties.{member.name}")}'
-            for member in members
-        ]
+        names = [literal(self.constant(member.name, path)) for member in members]
+        values = [self.value(member.schema, f"{path}.properties.{member.name}") for member in members]
+        pairs = [f'{name} {space} ":" {space} {value}' for name, value in zip(names, values, strict=True)]
         more = ""
         if extra is not False:
             name = self._free_name([member.name for member in members])
@@ -223,11 +224,12 @@ class SchemaGrammar:
         return f'"{{" {space} {self._members(members, pairs, more)} {space} "}}"'
 
     def _members(self, members: Sequence[Member], pairs: Sequence[str], more: str) -> str:
-        """Pairs in order, with commas between those that come. `more`: a pair that may follow any number of times."""
+        """Return the pairs in order, with commas between those that are present. `more`: a pair that may be repeated at
+        the end."""
         comma = f'{self.style.space} "," {self.style.space}'
         behind = f"({comma} {more})*" if more else '""'
         begins = f"({more} {behind})?" if more else '""'
-        # From the last to the first: `behind` follows a pair, `begins` follows none.
+        # From last to first. `behind`: the rest after a pair; `begins`: the rest when no pair came before.
         for member, pair in zip(reversed(members), reversed(pairs), strict=True):
             after = self.rules.add(f"{comma} {pair} {behind}")
             if member.is_required:
@@ -245,7 +247,7 @@ class SchemaGrammar:
         return f'"{{" {space} ({pair} {more}){"" if low else "?"} {space} "}}"'
 
     def _free_name(self, taken: Sequence[str]) -> str:
-        """A property's name that is none of these: without escapes, so that it can't spell one of them."""
+        """Return a property name that is not in `taken`. Escapes are excluded, so that it can't spell one of them."""
         if not taken:
             return self._any_string()
         name = add_automaton(self.rules, none_of(taken, JSON_STRING_IN_TAGS if self.style.barred else JSON_STRING))
@@ -260,10 +262,10 @@ class Member:
 
 
 def object_members(schema: Schema, path: str, reader: SchemaReader) -> tuple[list[Member], object]:
-    """An object's properties that may come, in order, and the schema of all others: False unless the schema opens the
-    object.
+    """Return an object's possible properties in order, and the schema of additional ones (False unless the schema opens
+    the object).
 
-    Raises RequestError when a required property can't be."""
+    Raises RequestError when a required property admits no value."""
     extra = schema.get("additionalProperties", False)
     required = dict.fromkeys(schema.get("required", ()))
     properties: dict[str, object] = dict(schema.get("properties", {}))
@@ -282,9 +284,10 @@ def object_members(schema: Schema, path: str, reader: SchemaReader) -> tuple[lis
 
 
 def counted(rules: Rules, one: str, many: str, low: int, high: int | None) -> str:
-    """low to high characters. `one`, `many`: regular expressions for one of them and for any number.
+    """Return a rule for low to high characters. `one`, `many`: regular expressions for one character and for any
+    number.
 
-    The upper bound counts what is written, so that an escape takes more of it than the character that it stands for."""
+    The upper bound counts written characters, so an escape counts more than the character that it stands for."""
     if high == 0:
         return '""'
     if low <= _MAX_LENGTH_WRITTEN_OUT:
@@ -298,7 +301,7 @@ def counted(rules: Rules, one: str, many: str, low: int, high: int | None) -> st
 
 
 def string_pattern(rules: Rules, schema: Schema, writing: Writing, path: str) -> str | None:
-    """A rule for a string's `pattern` or `format`; None when it has neither."""
+    """Return a rule for a string's `pattern` or `format`; None when it has neither."""
     bound = [key for key in ("pattern", "format") if key in schema]
     if not bound:
         return None
@@ -331,19 +334,9 @@ def string_lengths(schema: Schema, path: str) -> tuple[int, int | None]:
 
 
 def _integers(schema: Schema, path: str) -> str:
-    low, high = -MAX_INTEGER, MAX_INTEGER
-    for key, step in (("minimum", 0), ("exclusiveMinimum", 1)):
-        if key in schema:
-            bound = _decimal(schema[key], f"{path}.{key}")
-            low = max(
-                low, int(bound.to_integral_value("ROUND_FLOOR")) + 1 if step or not _is_whole(bound) else int(bound)
-            )
-    for key, step in (("maximum", 0), ("exclusiveMaximum", 1)):
-        if key in schema:
-            bound = _decimal(schema[key], f"{path}.{key}")
-            high = min(
-                high, int(bound.to_integral_value("ROUND_CEILING")) - 1 if step or not _is_whole(bound) else int(bound)
-            )
+    least, most, above_least, below_most = _bounds(schema, Decimal(MAX_INTEGER), path)
+    low = int(least.to_integral_value("ROUND_CEILING")) + (above_least and _is_whole(least))
+    high = int(most.to_integral_value("ROUND_FLOOR")) - (below_most and _is_whole(most))
     multiple = schema.get("multipleOf", 1)
     if low > high:
         raise RequestError(path, dict(schema), "admits no integer")
@@ -365,16 +358,9 @@ def _numbers(schema: Schema, path: str) -> str:
     if "multipleOf" in schema:
         raise RequestError(f"{path}.multipleOf", schema["multipleOf"], "can be enforced only for integers")
     limit = Decimal(MAX_BOUNDED_NUMBER)
-    low, high, above_low, below_high = -limit, limit, False, False
-    bounds = {key: _decimal(schema[key], f"{path}.{key}") for key in schema if key != "type"}
-    if not bounds:
+    if schema.keys() == {"type"}:
         return ANY_NUMBER
-    for key, is_strict in (("minimum", False), ("exclusiveMinimum", True)):
-        if key in bounds and (bounds[key], is_strict) >= (low, above_low):
-            low, above_low = bounds[key], is_strict
-    for key, is_strict in (("maximum", False), ("exclusiveMaximum", True)):
-        if key in bounds and (-bounds[key], is_strict) >= (-high, below_high):
-            high, below_high = bounds[key], is_strict
+    low, high, above_low, below_high = _bounds(schema, limit, path)
     is_empty = low > high or (low == high and (above_low or below_high)) or low > limit or high < -limit
     found = None if is_empty else numbers_between(low, high, above_low=above_low, below_high=below_high)
     if found is None:
@@ -382,8 +368,23 @@ def _numbers(schema: Schema, path: str) -> str:
     return found
 
 
+def _bounds(schema: Schema, limit: Decimal, path: str) -> tuple[Decimal, Decimal, bool, bool]:
+    """Return (low, high, whether low is excluded, whether high is excluded), within -limit..limit inclusive unless the
+    schema's own bounds lie outside."""
+    low, high, above_low, below_high = -limit, limit, False, False
+    bounds = {key: _decimal(schema[key], f"{path}.{key}") for key in _BOUNDS if key in schema}
+    for key, is_strict in (("minimum", False), ("exclusiveMinimum", True)):
+        if key in bounds and (bounds[key], is_strict) >= (low, above_low):
+            low, above_low = bounds[key], is_strict
+    for key, is_strict in (("maximum", False), ("exclusiveMaximum", True)):
+        if key in bounds and (-bounds[key], is_strict) >= (-high, below_high):
+            high, below_high = bounds[key], is_strict
+    return low, high, above_low, below_high
+
+
 def _is_whole(number: Decimal) -> bool:
-    """A remainder by 1 fails for numbers of more digits than the context's precision."""
+    """Whether a number is an integer. `% 1` would fail for numbers with more digits than the decimal context's
+    precision."""
     return number == number.to_integral_value()
 
 
@@ -400,5 +401,5 @@ def _times(expression: str, low: int, high: int | None) -> str:
 
 
 def json_character(other_than: str) -> str:
-    """A regular expression for one character of a JSON string."""
+    """Return a regular expression for one character of a JSON string, excluding `other_than`."""
     return f"({all_but(_CONTROLS + chr(0x22) + chr(0x5C) + other_than)}|{_ESCAPE})"

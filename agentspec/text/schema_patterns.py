@@ -1,9 +1,8 @@
-"""Patterns of JSON schemas (ECMA-262) read as expressions over the text that a model writes, and patterns of the
-formats.
+"""Parse the patterns of JSON schemas (ECMA-262) into expressions over the text that a model writes.
 
-A pattern is read into explicit sets of characters, so that it means the same here, to the grammar compiler and to a
-validator: shorthands are ASCII, a negated set leaves out what a Unicode validator could count to it, a pattern without
-anchors may match anywhere. Knows nothing of schemas.
+A pattern is resolved to explicit character sets, so that the grammar compiler and any validator agree on it: shorthands
+are ASCII, a negated set excludes whatever a Unicode validator may add to it, and a pattern without anchors may match
+anywhere. Also owns the patterns of `format`. Knows nothing of schemas.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _MAX_COUNT = 2000
 _MAX_DEPTH = 32
 
 _ALL: Ranges = ((0x01, 0x07FE), (0x0800, 0xD7FF), (0xE000, 0xFFFE), (0x10000, 0x10FFFF))
-_NEVER: Ranges = ((0x00, 0x00), (0x07FF, 0x07FF), (0xD800, 0xDFFF), (0xFFFF, 0xFFFF))
-"""NUL and surrogates, and the last character of each length in UTF-8: a range across lengths would let xgrammar write
-bytes that are no UTF-8."""
+_EXCLUDED: Ranges = ((0x00, 0x00), (0x07FF, 0x07FF), (0xD800, 0xDFFF), (0xFFFF, 0xFFFF))
+"""NUL, surrogates, and the last character of each UTF-8 length: for a range across lengths, xgrammar would admit
+invalid UTF-8."""
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
@@ -33,8 +32,8 @@ _OTHER_SPACE: Ranges = tuple(
 )
 _CONTROL_ESCAPES = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _SHORTHANDS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
-_COUNTED_TOO = {"d": _BEYOND_ASCII, "w": _BEYOND_ASCII, "s": ((0x1C, 0x1F), *_OTHER_SPACE)}
-"""What a validator may count to a shorthand beyond our reading of it: its negation admits none of that."""
+_UNICODE_EXTRA = {"d": _BEYOND_ASCII, "w": _BEYOND_ASCII, "s": ((0x1C, 0x1F), *_OTHER_SPACE)}
+"""Characters that a validator may include in a shorthand beyond our ASCII set. Its negation excludes them."""
 
 _DAYS = r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 _DATE = rf"((19|2[0-9])[0-9]{{2}}-{_DAYS}|(19|2[0-9])(0[48]|[2468][048]|[13579][26])-02-29|2[048]00-02-29)"
@@ -56,24 +55,24 @@ FORMATS = {
     "uri": r"^[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:/?#\[\]@!$&()*+,;=%-]+$",
     "uuid": r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
 }
-"""Formats that strings can be held to, each as a pattern that admits a part of it."""
+"""Supported formats. Each pattern admits a subset of the format."""
 
 
 class PatternError(ValueError):
-    """The pattern is wrong, or asks for what can't be enforced."""
+    """The pattern is invalid, or can't be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How a text stands in what the model writes: characters that can't stand there, and escapes for some of them."""
+    """How a text is written in its context: characters that must not occur, and escapes for some of them."""
 
     barred: Ranges
     escapes: tuple[tuple[int, str], ...] = ()
-    """(character, what is written for it)."""
+    """(code point, escape)."""
 
     def one_of(self, characters: Ranges) -> Expression:
-        """One of these characters, as it is written. Raises PatternError when none of them can be."""
-        plain = _subtract(characters, (*self.barred, *_NEVER))
+        """Return an expression for one of these characters as written. Raises PatternError when none can be written."""
+        plain = _subtract(characters, (*self.barred, *_EXCLUDED))
         parts: list[Expression] = [
             text(escape) for code, escape in self.escapes if any(low <= code <= high for low, high in characters)
         ]
@@ -95,42 +94,41 @@ JSON_STRING = Writing((*_CONTROLS, (0x22, 0x22), (0x5C, 0x5C)), _JSON_ESCAPES)
 JSON_STRING_IN_TAGS = Writing(
     (*_CONTROLS, (0x22, 0x22), (0x3C, 0x3C), (0x5C, 0x5C)), (*_JSON_ESCAPES, (0x3C, r"\u003c"))
 )
-"""The same, without `<`: in a text where tags count."""
+"""Like JSON_STRING, without `<`: for texts in which tags are parsed."""
 TEXT_IN_TAGS = Writing(((0x3C, 0x3C),))
-"""A text as it is, without `<`."""
+"""Plain text without `<`."""
 
 
 ANY_TEXT = Writing(())
 
 
 def read_pattern(pattern: str, writing: Writing, *, is_whole: bool = False) -> Expression:
-    """The texts that the pattern matches: somewhere in them, or from end to end (`is_whole`).
-
-    Raises PatternError."""
+    """Return an expression for the texts that contain a match, or that match as a whole (`is_whole`). Raises
+    PatternError."""
     return _Reader(pattern, writing, is_whole).read()
 
 
 def all_but(characters: str) -> str:
-    """A regular expression for one character that is none of these."""
+    """Return a regular expression for one character that is not in `characters`."""
     return regex_class(_subtract(_ALL, tuple((ord(character), ord(character)) for character in characters)))
 
 
 def none_of(words: Sequence[str], writing: Writing) -> Expression:
-    """Texts that are none of the words, in characters that stand for themselves."""
+    """Return an expression for texts that equal none of the words, written without escapes."""
     following = sorted({word[0] for word in words if word})
     plain = _subtract(_ALL, writing.barred)
     other = Chars(_subtract(plain, tuple((ord(letter), ord(letter)) for letter in following)))
     parts: list[Expression] = [Chain((other, Repeat(Chars(plain), 0, None)))]
     for letter in following:
         if not _subtract(((ord(letter), ord(letter)),), writing.barred):
-            continue  # a word that can't be written so
+            continue  # the word can't be written without escapes
         rest = none_of([word[1:] for word in words if word[:1] == letter], writing)
         parts.append(Chain((text(letter), rest)))
     return Choice(tuple(parts if "" in words else [Chain(), *parts]))
 
 
 class _Reader:
-    """One pass over a pattern."""
+    """A recursive-descent parser for one pattern."""
 
     def __init__(self, pattern: str, writing: Writing, is_whole: bool) -> None:
         self._pattern = pattern
@@ -259,7 +257,7 @@ class _Reader:
                     raise PatternError(f"has {shorthand[0]} in a negated set, which can't be enforced")
                 self._at = shorthand.end()
                 found += _shorthand(shorthand[1])
-                found += _COUNTED_TOO[shorthand[1]] if is_negated else ()
+                found += _UNICODE_EXTRA[shorthand[1]] if is_negated else ()
                 continue
             low = high = self._member()
             if self._peek("-") and self._pattern[self._at + 1 : self._at + 2] not in ("]", ""):
@@ -271,7 +269,7 @@ class _Reader:
         return _subtract(_ALL, tuple(found)) if is_negated else tuple(found)
 
     def _member(self) -> int:
-        """One character of a set."""
+        """Parse one character of a set."""
         character = self._next()
         if character == "[" and self._pattern[self._at : self._at + 1] in (":", ".", "=", "["):
             raise PatternError("has a set inside a set, which can't be enforced")
@@ -284,7 +282,7 @@ class _Reader:
 
 def _shorthand(letter: str) -> Ranges:
     kind = letter.lower()
-    return _SHORTHANDS[kind] if letter == kind else _subtract(_ALL, (*_SHORTHANDS[kind], *_COUNTED_TOO[kind]))
+    return _SHORTHANDS[kind] if letter == kind else _subtract(_ALL, (*_SHORTHANDS[kind], *_UNICODE_EXTRA[kind]))
 
 
 def _subtract(ranges: Ranges, taken: Ranges) -> Ranges:

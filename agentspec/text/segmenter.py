@@ -1,7 +1,7 @@
-"""Generated text to events: where reasoning, content and tool calls begin and end, whatever the chunking of the text.
+"""Split generated text into reasoning, content and tool calls, independent of how the text is chunked.
 
-Owns the tags around reasoning and the whitespace between segments; the inside of a call belongs to its dialect. Knows
-nothing of tokens, templates or HTTP.
+Owns the reasoning tags and the whitespace between segments; the dialect parses the inside of a call. Knows nothing of
+tokens, templates or HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THINK_CLOSE = "</think>"
 
 
 def new_call_id() -> str:
-    """A tool call's id: unguessable, because it also finds the turn in the turn memory."""
+    """Return a new tool call id. It is unguessable, because it is also a key of the turn memory."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -31,17 +31,17 @@ class _Segment(enum.Enum):
 
 
 class Segmenter:
-    """Splits one turn. Feed `push`, then `finish` once; `turn` is the whole turn in the end.
+    """Splits one turn. Call `push` for each piece of text, then `finish` once; `turn` is the result.
 
     - `</think>` ends reasoning; elsewhere it is dropped. `<think>` opens reasoning as the first text of a turn; inside
       reasoning it is dropped.
     - A call inside reasoning ends reasoning.
-    - Whitespace between segments belongs to the format and isn't passed on. At the end of the turn it is.
-    - What looks like a call and is none stays what it was: text of the segment that it stands in.
-    - Calls are read only when the request has tools and the checkpoint a dialect.
-    - A tag that is a token counts where that token was generated (`places`), not where other tokens spell it: such text
-      is quoted.
-    - Content of a demanded form is passed on as it is: behind reasoning only a call in its place is a tag.
+    - Whitespace between segments belongs to the format and is dropped; at the end of the turn it is kept.
+    - Text that looks like a call but is not one stays text of its segment.
+    - Calls are parsed only when the request has tools and the checkpoint has a dialect.
+    - A tag that is an added token is recognised only where that token was generated (`places`). Other tokens that spell
+      the tag are plain text.
+    - Content in a requested form (`has_form`) is passed on unchanged. Only a call in its place is recognised.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Segmenter:
         is_mid_text: bool = False,
         places: Mapping[str, Container[int]] | None = None,
     ) -> None:
-        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the
-        client asked for. `is_mid_text`: the prompt ends with some of the first segment's text. `places`: by tag that is
-        a token, where this stands in the text, told before the text is pushed; other tags are text."""
+        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar constrains the content.
+        `is_mid_text`: the prompt ends within the text of the first segment. `places`: for each tag that is an added
+        token, the character offsets at which it was generated; they must be set before the text is pushed."""
         self._dialect = dialect if tools is not None and tools.names else None
         self._tools = tools or ToolSchemas(None)
         self._new_call_id = new_call_id
@@ -79,13 +79,14 @@ class Segmenter:
         self._cut_call: ToolCall | None = None
         self._num_pushed = 0
         self._call_start = 0
-        self._reasoning_end = 0
+        self.reasoning_end = 0
+        """Character offset of the end of reasoning, including `</think>`; 0 without reasoning. Valid after `finish`."""
         self._tags: tuple[str, ...] = ()
         self._set_tags()
 
     @property
     def turn(self) -> AssistantTurn:
-        """Everything passed on so far, put together."""
+        """The turn so far."""
         return AssistantTurn(
             reasoning="".join(self._reasoning),
             content="".join(self._content),
@@ -94,14 +95,8 @@ class Segmenter:
             cut_call=self._cut_call,
         )
 
-    @property
-    def reasoning_end(self) -> int:
-        """Characters generated up to the end of reasoning, `</think>` included; 0 without reasoning. Known once the
-        turn is finished."""
-        return self._reasoning_end
-
     def push(self, text: str) -> list[TextEvent]:
-        """Events of the next piece of text. A piece that may be half a tag waits for the next push."""
+        """Add a piece of text and return its events. Text that may be the prefix of a tag is held back."""
         self._events = []
         self._num_pushed += len(text)
         self._buffer += text
@@ -109,8 +104,8 @@ class Segmenter:
         return self._events
 
     def finish(self, *, is_cut: bool = False) -> list[TextEvent]:
-        """The end of the text. `is_cut`: by anything but the model itself (token limit, stop string, abort): an open
-        call stays open."""
+        """End the text. `is_cut`: the model did not end it (token limit, stop string, abort), so an open call stays
+        open."""
         self._events = []
         if is_cut and self._parser is not None:
             self._is_call_cut = True
@@ -130,7 +125,7 @@ class Segmenter:
         text, self._space = self._space, ""
         self._emit(text)
         if self._segment is _Segment.REASONING:
-            self._reasoning_end = self._num_pushed
+            self.reasoning_end = self._num_pushed
         return self._events
 
     def _run(self, *, final: bool) -> None:
@@ -138,7 +133,8 @@ class Segmenter:
             pass
 
     def _read_text(self, final: bool) -> bool:
-        """Pass on text up to the next tag and enter what the tag begins. Says whether there is more to read."""
+        """Emit text up to the next tag and enter the segment that the tag begins. Returns whether there is more to
+        read."""
         if self._has_form and self._segment is _Segment.CONTENT and self._tags:
             head = self._buffer.lstrip()
             if CALL_OPEN.startswith(head) and head != CALL_OPEN and not final:
@@ -170,7 +166,7 @@ class Segmenter:
         return True
 
     def _find(self, tag: str) -> int:
-        """Where a tag that counts begins in the buffer; -1: nowhere."""
+        """Return the buffer index of the first recognised occurrence of a tag; -1 without one."""
         at = self._buffer.find(tag)
         if tag in self._places:
             before = self._num_pushed - len(self._buffer)
@@ -195,21 +191,21 @@ class Segmenter:
         return True
 
     def _refuse_call(self, step: CallStep) -> None:
-        """Back to the segment that the trigger stands in; read on behind the trigger's first character, which makes it
+        """Return to the trigger's segment and resume after the trigger's first character, so that the trigger becomes
         text."""
         self._segment = self._return_to
         self._buffer = step.rest[1:]
         self._pass_on(step.rest[:1])
 
     def _leave_for_call(self) -> None:
-        """A call, whole or cut, has ended; reasoning that it stood in ended where it began."""
+        """Leave a complete or truncated call. Reasoning that contained it ended where the call began."""
         if self._return_to is _Segment.REASONING:
-            self._reasoning_end = self._call_start
+            self.reasoning_end = self._call_start
         self._enter(_Segment.CONTENT)
 
     def _close_reasoning(self) -> None:
         if self._segment is _Segment.REASONING:
-            self._reasoning_end = self._num_pushed - len(self._buffer)
+            self.reasoning_end = self._num_pushed - len(self._buffer)
             self._enter(_Segment.CONTENT)
         elif self._is_segment_new:
             self._trim_start, self._may_think = True, False
@@ -222,8 +218,8 @@ class Segmenter:
         self._set_tags()
 
     def _pass_on(self, text: str) -> None:
-        """Emit text, which ends where the buffer begins, but keep back whitespace at its end until something follows in
-        the same segment."""
+        """Emit text, which ends where the buffer begins. Trailing whitespace is held back until the segment
+        continues."""
         text = self._space + text
         if self._is_segment_new and self._trim_start:
             text = text.lstrip()
@@ -244,8 +240,8 @@ class Segmenter:
             self._events.append(ContentDelta(text, self._num_pushed - len(self._buffer) - len(self._space) - len(text)))
 
     def _set_tags(self) -> None:
-        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning, and where it is a token: a bare
-        `<function=` is thought then, or quoted."""
+        """Set the tags that may end the segment. Inside reasoning, or when `<tool_call>` is a token, only `<tool_call>`
+        begins a call: a bare `<function=` is then reasoning text or a quotation."""
         triggers: tuple[str, ...] = ()
         if self._dialect is not None:
             is_strict = self._segment is _Segment.REASONING or self._has_form or CALL_OPEN in self._places

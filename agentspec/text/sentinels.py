@@ -1,7 +1,7 @@
-"""Added tokens in rendered text: each is one character that no client's text can hold, so that text which spells a
-token stays text.
+"""Sentinels: characters that stand for added tokens in rendered text and that no client text can contain.
 
-Owns this alphabet: a lone surrogate for each added token of a tokenizer. Knows nothing of templates or messages.
+Client text that spells an added token therefore stays text. Each added token of a tokenizer gets a lone surrogate.
+Knows nothing of templates or messages.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from agentspec.types import tokens
 ANY_SENTINEL = re.compile("([\ud800-\udfff])")
 _FIRST, _MOST = 0xD800, 0x7FF
 OWN_TAG = "\udfff"
-"""Beside a tag that this server writes into a message: it is the tag's token, not text."""
+"""Written next to a tag that the server itself puts into a message: the tag is the token, not text."""
 
 
 class Sentinels:
-    """The alphabet of one tokenizer; false when it is empty: then text is what it reads."""
+    """The sentinels of one tokenizer. False when it is empty: text that spells an added token is then that token."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        """None: without sentinels. Raises CheckpointError for a tokenizer with more added tokens than there are
+        """None: no sentinels. Raises CheckpointError for a tokenizer with more added tokens than there are
         surrogates."""
         added = () if tokenizer is None else tuple(zip(tokenizer.added_tokens, tokenizer.added_ids, strict=True))
         if len(added) > _MOST:
             raise CheckpointError(
-                f"the tokenizer has {len(added):,} added tokens, and clients' text can be kept apart from {_MOST:,} at most"
+                f"the tokenizer has {len(added):,} added tokens; clients' text can be kept apart from {_MOST:,} at most"
             )
         self._sentinel_of = {token.text: chr(_FIRST + number) for number, (token, _) in enumerate(added)}
         self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
         self._of_id = {token_id: self._sentinel_of[token.text] for token, token_id in added}
         self.ids_of = {sentinel: tokens([token_id]) for token_id, sentinel in self._of_id.items()}
-        """By sentinel: its token's id."""
+        """Sentinel -> ids of its token (one id)."""
         by_length = sorted(self._sentinel_of, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
@@ -45,26 +45,26 @@ class Sentinels:
         return bool(self._sentinel_of)
 
     def of(self, text: str) -> str:
-        """The sentinel of an added token; the text itself when it is none."""
+        """Return the sentinel of an added token; for any other text, the text itself."""
         return self._sentinel_of.get(text, text)
 
     def write(self, text: str) -> str:
-        """The text with a sentinel in place of every added token that it spells."""
+        """Replace every added token in the text with its sentinel."""
         return self._spelled.sub(lambda found: self._sentinel_of[found[0]], text)
 
     def write_own(self, text: str, opening: str, closing: str) -> str:
-        """The text with a sentinel in place of each of the two tags that has OWN_TAG at its inner side."""
+        """Replace the two tags with their sentinels where OWN_TAG is at their inner side."""
         if OWN_TAG not in text:
             return text
         return text.replace(opening + OWN_TAG, self.of(opening)).replace(OWN_TAG + closing, self.of(closing))
 
     def spell(self, text: str) -> str:
-        """What the text reads: `write` undone."""
+        """Replace each sentinel with the text of its token: the inverse of `write`."""
         return ANY_SENTINEL.sub(lambda found: self._text_of[found[0]], text) if self else text
 
     def decode(self, ids: Sequence[int], token_bytes: Sequence[bytes]) -> str:
-        """Text of the ids, whose added tokens are sentinels where `token_bytes` shows them. Bytes that are no UTF-8
-        become U+FFFD."""
+        """Decode ids to text. Added tokens with bytes in `token_bytes` become sentinels; invalid UTF-8 becomes
+        U+FFFD."""
         parts: list[str] = []
         run: list[bytes] = []
         for token_id in ids:
@@ -76,7 +76,8 @@ class Sentinels:
         return "".join([*parts, b"".join(run).decode("utf-8", "replace")])
 
     def end_of(self, spelled: str, text: str, start: int) -> int | None:
-        """Where the part of `text` ends that begins at `start` and reads `spelled`; None: no part reads so."""
+        """Return the end of the part of `text` from `start` that spells `spelled`; None when it spells something
+        else."""
         place, done = start, 0
         while done < len(spelled):
             stop = place + len(spelled) - done
@@ -90,11 +91,10 @@ class Sentinels:
 
 
 def refuse_surrogates(value: Any, field: str) -> None:
-    """Raises RequestError naming the first text in `value`, which is like decoded JSON, that holds a lone surrogate: it
-    is no Unicode."""
+    """Raise RequestError naming the first text in a JSON-like value that contains a lone surrogate."""
     try:
-        msgspec.json.encode(value)  # says so much sooner than a look at each text
-    except Exception:  # it also refuses what is no JSON: that is others' business
+        msgspec.json.encode(value)  # much faster than checking each text
+    except Exception:  # it also fails for values that are not JSON, which are checked elsewhere
         for place, text in _texts(value, field):
             try:
                 text.encode()
@@ -105,7 +105,7 @@ def refuse_surrogates(value: Any, field: str) -> None:
 
 
 def _texts(value: Any, field: str) -> list[tuple[str, str]]:
-    """Every text with the name of its field; keys have that of their object."""
+    """Return (field, text) for every text in a value. A key has the field name of its object."""
     found: list[tuple[str, str]] = []
     waiting: list[tuple[str, Any]] = [(field, value)]
     while waiting:

@@ -1,7 +1,7 @@
-"""What is remembered within a bound of bytes: the values that were used last, each with what it really holds in memory.
+"""An LRU cache bounded by the memory of its values.
 
-A value's size is taken once, when it comes: a text may grow afterwards, by the UTF-8 copy that Python keeps beside it,
-so that is counted at once.
+A value's size is measured once, on insertion. Python may later cache a UTF-8 copy inside a text, so that copy is
+counted from the start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _V = TypeVar("_V")
 
 
 def held_bytes(value: Any) -> int:
-    """Bytes of memory that plain data holds: texts, numbers, and lists, tuples and dicts of such."""
+    """Return the memory in bytes of plain data: texts, numbers, and lists, tuples and dicts of them."""
     if type(value) is str:
         return sys.getsizeof(value) + (0 if value.isascii() else len(value.encode(errors="surrogatepass")))
     if isinstance(value, dict):
@@ -27,19 +27,19 @@ def held_bytes(value: Any) -> int:
 
 
 class SizedCache(Generic[_K, _V]):
-    """Values by key, the least recently used of which go first. Not thread-safe."""
+    """Values by key; the least recently used are evicted first. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
         self.num_bytes = 0
-        """Of all values; never above max_bytes."""
+        """Memory of all values; never above max_bytes."""
 
     def __contains__(self, key: _K) -> bool:
         return key in self._entries
 
     def get(self, key: _K) -> _V | None:
-        """The value, which counts as used."""
+        """Return the value and mark it as used; None when it is not cached."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -47,8 +47,8 @@ class SizedCache(Generic[_K, _V]):
         return entry[0]
 
     def put(self, key: _K, value: _V, num_bytes: int) -> None:
-        """Keep a value, in the place of the key's last one. num_bytes: what it holds, its key included; more than the
-        bound is not kept."""
+        """Store a value, replacing the key's previous one. `num_bytes`: its memory, key included. A value beyond the
+        bound is not stored."""
         self.pop(key)
         if num_bytes > self._max_bytes:
             return

@@ -1,8 +1,7 @@
-"""System messages where a template takes them: those at the beginning as one, later ones in their place, or as marked
-text in a neighbour.
+"""Place system messages where the template accepts them: leading ones together, later ones in place or as marked text.
 
-Owns where each goes. That depends on nothing behind the next answer, and what came first stays first: so the prompt of
-a turn is the beginning of the next one's. Knows nothing of tokens; of a template only what a probe says.
+The placement never depends on messages after the next answer, and never changes for earlier messages, so each turn's
+prompt is a prefix of the next one's. Knows nothing of tokens, and of a template only the result of a probe.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ MARK_OPEN, MARK_CLOSE = "<system-reminder>\n", "\n</system-reminder>"
 _GAP = "\n\n"
 
 _RULE, _QUESTION, _THOUGHT, _CALLED, _RESULT, _LATER, _NEXT = map(chr, range(0xE001, 0xE008))
-"""Words of the probes: characters for private use, which no template writes by itself."""
+"""Texts of the probes: private-use characters, which no template writes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SystemPlaces:
-    """What a template does with system messages behind the first message."""
+    """How a template treats system messages after the first message."""
 
     in_place: bool
-    """It writes them where they stand, and everything else as without them."""
+    """It renders them in place and does not change anything else."""
     as_result: bool
-    """A user message alone would be a question, before which it drops thinking; one that looks like a tool result would
-    not."""
+    """A plain user message counts as a new question, so that earlier thinking is dropped; one that looks like a tool
+    result does not."""
 
 
 def probe(render: Callable[[list[Message]], str]) -> SystemPlaces:
-    """Find out by rendering. `render` raises RequestError for messages that the template refuses."""
+    """Probe a template by rendering. `render` raises RequestError for messages that the template rejects."""
     asked = [_message("system", _RULE), _message("user", _QUESTION)]
     call = {"id": _CALLED, "type": "function", "function": {"name": "f", "arguments": {"a": _CALLED}}}
     called = _message("assistant", "") | {"reasoning_content": _THOUGHT, "tool_calls": [call]}
@@ -48,8 +47,8 @@ def probe(render: Callable[[list[Message]], str]) -> SystemPlaces:
         return "".join(character for character in text if _RULE <= character <= _NEXT)
 
     def keeps(before: list[Message], *behind: Message) -> bool:
-        """A later system message is read where it stands, and changes nothing else. What the template refuses anyway
-        says nothing."""
+        """Whether a later system message is rendered in place and changes nothing else. True for conversations that the
+        template rejects with or without it."""
         plain, found = shown([*before, *behind]), shown([*before, _message("system", _LATER), *behind])
         return plain == found.replace(_LATER, "") and (
             not plain or found.endswith(_LATER + "".join(message["content"] for message in behind))
@@ -68,7 +67,7 @@ def probe(render: Callable[[list[Message]], str]) -> SystemPlaces:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a message's own text stands now: in which message, from where to where in its content."""
+    """Where a message's own text is now: message index, and start and end in its content."""
 
     index: int
     start: int
@@ -77,40 +76,40 @@ class _Place:
 
 @dataclass(slots=True)
 class Arranged:
-    """Messages on their way to a template."""
+    """Messages as they will be rendered, and where the text of each incoming message is in them."""
 
     places: SystemPlaces
     messages: list[Message] = field(default_factory=list)
     _place_of: list[_Place] = field(default_factory=list)
     _held: list[int] = field(default_factory=list)
-    """System messages behind an answer, which wait for what follows: their places in `_place_of`, whose index isn't
-    known yet."""
+    """System messages after an answer, held until the next message: indices into `_place_of`, where their message index
+    is still unknown."""
     _held_text: str = ""
 
     @classmethod
     def of(cls, messages: Sequence[Message], places: SystemPlaces) -> Arranged:
-        """Normalised messages, each system message where the template takes it.
+        """Arrange normalised messages, with each system message where the template accepts it.
 
-        The text of a later one goes to the end of the user message or tool result before it. Behind an answer it goes
-        to the front of the user's next words, or becomes a user message, which is no new question where the template
-        has another form."""
+        The text of a later one is appended to the user message or tool result before it. After an answer it is
+        prepended to the next user message. Without one it becomes a user message of its own, in the form of a tool
+        result if a plain one would count as a new question."""
         arranged = cls(places)
         for message in messages:
             if message["role"] == "system":
-                arranged._take_system(message)
+                arranged._place_system(message)
             else:
-                arranged._take(message)
+                arranged._place_message(message)
         arranged._release()
         return arranged
 
-    def mark(self, index: int, characters: int | None) -> tuple[int, int | None]:
-        """Where the end of a message that came in, or of the first `characters` of its content, is now."""
+    def move_mark(self, index: int, characters: int | None) -> tuple[int, int | None]:
+        """Return the new (message index, characters) of a mark in the incoming messages."""
         place = self._place_of[index]
         if characters is not None:
             return place.index, min(place.start + characters, place.end)
         return place.index, None if place.end == len(_content(self.messages[place.index])) else place.end
 
-    def _take_system(self, message: Message) -> None:
+    def _place_system(self, message: Message) -> None:
         text = _content(message)
         last = self.messages[-1] if self.messages else None
         if last is None or (self.places.in_place and self._has_begun):
@@ -129,7 +128,7 @@ class Arranged:
     def _has_begun(self) -> bool:
         return any(message["role"] != "system" for message in self.messages[:2])
 
-    def _take(self, message: Message) -> None:
+    def _place_message(self, message: Message) -> None:
         if self._held and is_question(message):
             front = len(self._held_text) + len(_GAP)
             message = {**message, "content": self._held_text + _GAP + _content(message)}
@@ -144,8 +143,8 @@ class Arranged:
         self.messages.append(message)
 
     def _append(self, shown: str, text: str) -> None:
-        """Put `shown`, which holds the system message's own text, behind the last message's content: inside of tags
-        that must stay its end."""
+        """Append `shown`, which contains the system message's `text`, to the last message. A closing result tag stays
+        at the end."""
         last = self.messages[-1]
         before, close = _content(last), ""
         if last["role"] == "user" and not is_question(last):
@@ -163,7 +162,7 @@ class Arranged:
         self._held_text = head + MARK_OPEN + text + MARK_CLOSE
 
     def _release(self) -> None:
-        """Nothing takes what is held: it becomes a message of its own."""
+        """Turn the held system messages into a message of their own."""
         if not self._held:
             return
         has_question = any(is_question(message) for message in self.messages)
@@ -174,7 +173,8 @@ class Arranged:
         self.messages.append(message)
 
     def _settle(self, front: int) -> None:
-        """What is held goes into the message that is added next, behind `front` characters."""
+        """Set the places of the held messages: in the message that is added next, `front` characters after its
+        start."""
         for number in self._held:
             place = self._place_of[number]
             self._place_of[number] = _Place(len(self.messages), front + place.start, front + place.end)

@@ -1,7 +1,7 @@
-"""The Jinja environment that chat templates are written for: transformers' dialect, in Jinja's immutable sandbox.
+"""The Jinja environment of chat templates: transformers' dialect, in Jinja's immutable sandbox.
 
-Owns filters, globals and tags. A template is the checkpoint's, so nothing here may give it a way to run code or touch
-files. Knows nothing of messages.
+Owns filters, globals and tags. Templates come from checkpoints and are untrusted: nothing here may let one run code or
+access files. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OF_TEXTS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "s
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, with short ways to the same answers where templates ask again and again: they took
-    half of a long prompt's time."""
+    """Jinja's immutable sandbox with fast paths for common attribute lookups, which took half the time of a long
+    prompt."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -46,7 +46,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; for rendering it is only a scope."""
+    """`{% generation %}...{% endgeneration %}` marks training targets. When rendering it is only a scope."""
 
     tags = {"generation"}
 
@@ -57,7 +57,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without attributes that could reach into Python."""
+    """Jinja's namespace, refusing attributes that could reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)
@@ -92,8 +92,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON in the order given. Jinja's own filter sorts keys and escapes for HTML: other text than the model was
-    trained on."""
+    """Return plain JSON with keys in order. Jinja's own filter sorts keys and escapes for HTML, unlike the training
+    text."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -106,7 +106,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """A new environment; equal to the one in which transformers' `apply_chat_template` renders."""
+    """Return a new environment, equivalent to that of transformers' `apply_chat_template`."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

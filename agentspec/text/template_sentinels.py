@@ -1,8 +1,8 @@
-"""A parsed chat template, changed so that its own added tokens are sentinels in what it renders.
+"""Rewrite a parsed chat template so that it renders its own added tokens as sentinels.
 
-Sentinels replace added tokens in constants that reach the output and in the named tokens (`eos_token`). What a template
-compares with messages, or cuts them at, stays text, as messages are. Tokens that a template puts together by itself are
-not found: template_proof.py sees that. Knows nothing of messages.
+Sentinels replace added tokens in constants that reach the output, and the named tokens (`eos_token`). Constants that a
+template compares with messages or splits them at stay text, as messages do. Tokens that a template assembles at run
+time are not found; template_proof.py detects that. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jinja2 import nodes
 from agentspec.text.sentinels import Sentinels
 
 NAMED = "sentinels_of_"
-"""What the named tokens are called where they reach the output."""
+"""Prefix of the variables that replace named tokens in output positions."""
 _WRITING_FILTERS = frozenset({"default", "d", "join"})
-"""Filters whose arguments are written; those of the others are looked for."""
+"""Filters whose arguments reach the output; other filters search for theirs."""
 
 
 def write_sentinels(tree: nodes.Template, sentinels: Sentinels, named: Collection[str]) -> None:
-    """Change a parsed template. `named`: variables that are tokens; where they reach the output they are called NAMED +
-    name from now on."""
+    """Rewrite a parsed template in place. `named`: variables that are tokens; in output positions they are renamed to
+    NAMED + name."""
     macros = frozenset(macro.name for macro in tree.find_all(nodes.Macro))
     own = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx != "load")
 

@@ -1,9 +1,7 @@
-"""No more tokens than a context holds: texts that are too long are refused before they are encoded, or as soon as it
-shows.
+"""Token limits: refuse texts that exceed a context before they are encoded, or as early as possible while encoding.
 
-Owns what can be said of a tokenizer by its parts alone: how many bytes one id stands for at most, and where a text can
-be cut so that its parts have the ids of the whole. Where neither is certain, texts are encoded whole, and the ids
-counted.
+Derives two facts from a tokenizer's parts: the most bytes that one id can stand for, and where a text can be split
+without changing its ids. Where these are unknown, texts are encoded whole and their ids counted.
 """
 
 from __future__ import annotations
@@ -22,42 +20,45 @@ from agentspec.errors import ContextLengthError
 from agentspec.types import tokens
 
 _NFC_SHRINKS = 4
-"""Canonical composition makes no text shorter than this fraction of its UTF-8 (U+1FBE U+0308 U+0301, 7 bytes, become
-the 2 of U+0390)."""
+"""Bound on how much canonical composition shrinks UTF-8. The worst case is U+1FBE U+0308 U+0301, 7 bytes, to U+0390, 2
+bytes."""
 
-_KEEPS_ALL = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
-_WORDS_APART = frozenset(
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_BLANKS = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTTABLE_PATTERNS = frozenset(
     {
         # Qwen2 to Qwen3, and Qwen3.5
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _BLANKS,
+        _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _BLANKS,
     }
 )
-"""Splits that end a match behind a letter that a single space and a letter follow, whatever stands before, and begin
-the next one at that space, whatever comes after: none looks behind, and all that look ahead look at the blanks that
-they match. Normalisation joins nothing with a space."""
+"""Pre-tokenizer patterns for which a text can be split between a letter and a single space that a letter follows.
+
+There one match always ends and the next begins, whatever the surrounding text: the patterns have no lookbehind, their
+lookahead covers only blanks that they match, and normalisation never composes anything with a space."""
 
 _WORD_CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 _PART_CHARACTERS = 1 << 16
 _BATCH_CHARACTERS = 1 << 20
-"""Encoded at a time: then the ids are counted."""
+"""Characters to encode before the ids are counted."""
 
 
 _ASCII = bytes(range(128))
 _LETTERS = bytes(range(ord("A"), ord("Z") + 1)) + bytes(range(ord("a"), ord("z") + 1))
 
 COUNTED_CONTEXTS = 4
-"""What only counts tokens counts so many contexts."""
+"""Limit of token counting, in contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """How many tokens a text may have."""
+    """The greatest number of tokens that a text may have."""
 
     context: int
     times: int = 1
-    """For those who only count: so many contexts."""
+    """Multiple of the context, above 1 for counting only."""
 
     @property
     def most(self) -> int:
@@ -68,12 +69,12 @@ class TokenLimit:
         return ContextLengthError("prompt_ids", found, f"exceeds {times}the context limit of {self.context} tokens")
 
     def check(self, num_tokens: int, *, is_all: bool = True) -> None:
-        """Raises ContextLengthError for too many tokens. is_all: there are no more of them."""
+        """Raise ContextLengthError for too many tokens. `is_all`: `num_tokens` is the total, not a partial count."""
         if num_tokens > self.most:
             raise self.error(f"{num_tokens} tokens" if is_all else f"more than {num_tokens} tokens")
 
     def check_text(self, text: str, bounds: TokenBounds | None) -> None:
-        """Raises ContextLengthError for a text that has more tokens however it is encoded."""
+        """Raise ContextLengthError for a text that exceeds the limit in any encoding."""
         if bounds is None or 4 * len(text) <= self.most * bounds.most_letters:
             return
         data = text.encode(errors="ignore")  # without sentinels, each of which is one id
@@ -83,18 +84,17 @@ class TokenLimit:
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """What one id stands for at most."""
+    """The most bytes and letters that one id can stand for."""
 
     most_bytes: int
-    """Of text that normalisation leaves as it is."""
+    """Of text that normalisation does not change."""
     most_letters: int
-    """ASCII letters, of which long tokens have fewer than of blanks."""
+    """ASCII letters. A tighter bound, since the longest tokens are runs of blanks."""
 
     def least_tokens(self, data: bytes) -> int:
-        """No fewer ids can stand for a text; data: its UTF-8."""
-        num_others = (
-            0 if data.isascii() else len(data.translate(None, _ASCII))
-        )  # composition joins no more letters than there are marks
+        """Return a lower bound on the number of ids of a text, given as UTF-8."""
+        # Composition merges at most as many letters as there are combining marks.
+        num_others = 0 if data.isascii() else len(data.translate(None, _ASCII))
         num_letters = len(data) - len(data.translate(None, _LETTERS)) - num_others
         return max(
             len(data) // (self.most_bytes * (_NFC_SHRINKS if num_others else 1)), num_letters // self.most_letters
@@ -102,7 +102,7 @@ class TokenBounds:
 
 
 class Encodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that encode_within needs."""
 
     bounds: TokenBounds | None
     cuts_at_words: bool
@@ -118,8 +118,10 @@ def encode_within(
     together: TokenLimit | None = None,
     added_tokens: bool = True,
 ) -> list[array[int]]:
-    """The ids of each text, as the tokenizer's `encode` has them. Raises ContextLengthError for too many, of one text
-    or of all; and RequestError like `encode`."""
+    """Return the ids of each text, equal to the tokenizer's `encode`.
+
+    Raises ContextLengthError when one text exceeds `each`, or all of them exceed `together`; RequestError like
+    `encode`."""
     limit = each or together
     if limit is not None:
         for text in texts:
@@ -140,7 +142,7 @@ def encode_within(
 
 
 def _batches(texts: Sequence[str], cuts: bool) -> Iterator[list[tuple[int, str]]]:
-    """The texts, or their parts, with the place of each text, as many at a time as are encoded at once."""
+    """Yield batches of (text index, text or part of it) to encode at once."""
     batch: list[tuple[int, str]] = []
     size = 0
     for place, text in enumerate(texts):
@@ -163,17 +165,18 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def token_bounds(backend: Backend, table: Sequence[bytes], *, cuts_only: bool) -> TokenBounds | None:
-    """None: nobody can say, as where a part of the tokenizer drops some of the text.
+    """Return the bounds of a tokenizer; None when they are unknown, for example when it drops some of the text.
 
-    table: the bytes behind each id, as `encode` reads them. cuts_only: no added token takes blanks from its
-    neighbours."""
+    `table`: the bytes of each id, as `encode` reads them. `cuts_only`: no added token absorbs blanks next to it."""
     normalizer = backend.normalizer
     if not cuts_only or not (normalizer is None or isinstance(normalizer, normalizers.NFC)):
         return None
     parts = _pre_tokenizers(backend)
     if not any(part["type"] == "ByteLevel" for part in parts):
         return None
-    if not all(part["type"] in ("ByteLevel", "Digits") or part.get("behavior") in _KEEPS_ALL for part in parts):
+    if not all(
+        part["type"] in ("ByteLevel", "Digits") or part.get("behavior") in _LOSSLESS_BEHAVIORS for part in parts
+    ):
         return None
     if {token for token in table if len(token) == 1} != {bytes([byte]) for byte in range(256)}:
         return None
@@ -185,7 +188,8 @@ def token_bounds(backend: Backend, table: Sequence[bytes], *, cuts_only: bool) -
 
 
 def can_cut_at_words(backend: Backend, *, cuts_only: bool) -> bool:
-    """A text without added tokens may be cut between an ASCII letter and a single space with a letter behind it."""
+    """Whether a text without added tokens can be split between an ASCII letter and a single space that a letter
+    follows."""
     if not cuts_only or not (backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC)):
         return False
     match _pre_tokenizers(backend):
@@ -193,7 +197,7 @@ def can_cut_at_words(backend: Backend, *, cuts_only: bool) -> bool:
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
         ]:
-            return pattern in _WORDS_APART
+            return pattern in _CUTTABLE_PATTERNS
     return False
 
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back: a byte-level BPE from a checkpoint's tokenizer.json.
+"""Encode text to token ids and decode it, with the byte-level BPE of a checkpoint's tokenizer.json.
 
-Owns the byte table (the raw bytes behind every id). Knows nothing of templates, turns or stop strings.
+Owns the byte table (the raw bytes of every id). Knows nothing of templates, turns or stop strings.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.token_limit import TokenBounds, can_cut_at_words, token_bounds
 
 MAX_TOKENS = 2**22
-"""Ids of a vocabulary; published ones have some 250,000."""
+"""Greatest vocabulary size; published ones have about 250,000 ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedTokenInfo:
-    """A token that is matched as a whole, before any BPE."""
+    """An added token: matched as a whole, before BPE."""
 
     text: str
-    is_special: bool
-    """Control token: never shown. The others (`<think>`, `<tool_call>`) are part of the visible text."""
     is_cut: bool
-    """Text can be cut beside it: it takes no whitespace from its neighbours and is matched in the raw text."""
+    """Whether text can be split next to it: it absorbs no whitespace and is matched in the raw text."""
 
 
 class Tokenizer:
@@ -44,32 +42,33 @@ class Tokenizer:
         self.added_tokens: tuple[AddedTokenInfo, ...] = tuple(
             AddedTokenInfo(
                 token.content,
-                token.special,
                 not (token.lstrip or token.rstrip or token.single_word or token.normalized),
             )
             for token in added.values()
         )
-        """Every added token, in id order."""
+        """All added tokens, in id order."""
         self.added_ids: tuple[int, ...] = tuple(added)
         """Their ids."""
         self.special_ids: dict[str, int] = {
             token.content: token_id for token_id, token in added.items() if token.special
         }
-        """Control tokens by their text."""
+        """Text of a control token -> id. Control tokens are never shown; other added tokens (`<think>`, `<tool_call>`)
+        are part of the visible text."""
         self.token_bytes: list[bytes] = _byte_table(backend, added, source)
-        """Raw bytes by id; b"" for control tokens, so that they never show."""
+        """Raw bytes by id; b"" for control tokens, so that they are never shown."""
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
-        """The id of tokenizer_config.json's eos_token; None when it names none."""
+        """Id of tokenizer_config.json's eos_token; None when it names none."""
         cuts_only = all(token.is_cut for token in self.added_tokens)
         self.bounds: TokenBounds | None = token_bounds(backend, self.spelled_bytes, cuts_only=cuts_only)
-        """What one id stands for at most; None: nobody can say."""
+        """The most that one id can stand for; None: unknown."""
         self.cuts_at_words: bool = can_cut_at_words(backend, cuts_only=cuts_only)
-        """A text without added tokens may be cut between an ASCII letter and a single space with a letter behind it."""
+        """Whether a text without added tokens can be split between an ASCII letter and a single space that a letter
+        follows."""
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Tokenizer | None:
-        """The tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when it
-        can't be used."""
+        """Load the tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when
+        it can't be used."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not files.is_there(file):
@@ -86,17 +85,16 @@ class Tokenizer:
         return len(self.token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text. Control tokens written in the text become their ids; nothing is added around it.
+        """Encode a text. Control tokens that it spells become their ids; no tokens are added around it.
 
-        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell), and for text on which
-        the library gives up (millions of blanks in a row)."""
+        Raises RequestError for invalid Unicode (a lone surrogate, which JSON can spell), and for text on which the
+        library fails (millions of blanks in a row)."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str], *, added_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text, as `encode` has them. Works on all cores, and other threads run meanwhile.
+        """Encode each text like `encode`, on all cores and without holding the GIL.
 
-        added_tokens: false: an added token that is written in a text is text like any other, and no id of one is among
-        the ids."""
+        `added_tokens` False: text that spells an added token is ordinary text, and never encoded to its id."""
         backend = self._backend if added_tokens else self._without_added
         for text in texts:
             try:
@@ -117,8 +115,8 @@ class Tokenizer:
 
     @cached_property
     def _without_added(self) -> Backend:
-        """The same model without added tokens. Mostly it is shared; where its own vocabulary has some of them, a copy
-        without these and all merges that would make them."""
+        """The same tokenizer without added tokens. The BPE model is shared, unless its vocabulary contains added
+        tokens: then it is copied without them and without the merges that produce them."""
         if all(self._backend.model.token_to_id(token.text) is None for token in self.added_tokens):
             plain = Backend(self._backend.model)
             plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
@@ -133,32 +131,32 @@ class Tokenizer:
 
     @cached_property
     def spelled_bytes(self) -> list[bytes]:
-        """`token_bytes` with control tokens written out, as `encode` reads them."""
+        """`token_bytes` with the text of control tokens, as `encode` reads them."""
         table = list(self.token_bytes)
         for text, token_id in self.special_ids.items():
             table[token_id] = text.encode()
         return table
 
     def shown_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
-        """The table of a text with control tokens, or without."""
+        """Return the byte table that shows control tokens, or the one that skips them."""
         return self.token_bytes if skip_special_tokens else self.spelled_bytes
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids. Bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids to text. Invalid UTF-8 becomes U+FFFD."""
         table = self.shown_bytes(skip_special_tokens=skip_special_tokens)
         return b"".join([table[token_id] for token_id in ids]).decode("utf-8", errors="replace")
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of the ids with control tokens written out. Ids without a token have no text."""
+        """Decode ids to text including control tokens. Ids without a token have no text."""
         return self.decode([token_id for token_id in ids if token_id < self.vocab_size], skip_special_tokens=False)
 
     def name_of(self, token_id: int) -> str | None:
-        """The token as tokenizer.json spells it (bytes in the byte-level alphabet); None for an id without a token."""
+        """Return the token as tokenizer.json spells it (in the byte-level alphabet); None for an id without a token."""
         name: str | None = self._backend.id_to_token(token_id)
         return name
 
     def id_of(self, text: str) -> int | None:
-        """The id of an added token by its text; None when the text isn't one added token."""
+        """Return the id of an added token; None when the text is not an added token."""
         if all(token.text != text for token in self.added_tokens):
             return None
         token_id: int | None = self._backend.token_to_id(text)
@@ -186,8 +184,8 @@ def _byte_table(backend: Backend, added: dict[int, AddedToken], source: str) -> 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others as U+0100, U+0101, ... in byte order
-    (GPT-2)."""
+    """Return character -> byte. Byte-level BPE (GPT-2) writes printable bytes as themselves, and the others as U+0100,
+    U+0101, ... in byte order."""
     printable: set[int] = {*_span("!", "~"), *_span("\u00a1", "\u00ac"), *_span("\u00ae", "\u00ff")}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""What was generated, kept until the client sends it back: the ids of each turn, and the reasoning that clients drop.
+"""Records of generated turns, kept until the client sends them back: token ids, and reasoning that clients drop.
 
-A returned turn is known by the ids of its tool calls, or by the conversation that it ends: a hash chained over the
-messages, reasoning left out. So a turn is never taken for one of another conversation that happens to read the same.
-Knows nothing of templates or tokenization.
+A returned turn is recognised by its tool call ids, or by a hash chained over the conversation's messages without
+reasoning. A turn of another conversation with the same text is therefore never used. Knows nothing of templates or
+tokenization.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _ENTRY_OVERHEAD_BYTES = 1000
 
 
 def conversation_seed(namespace: str) -> bytes:
-    """The key of an empty conversation. Turns are remembered inside their namespace."""
+    """Return the key of an empty conversation in a namespace."""
     return hashlib.blake2b(json.dumps(namespace).encode(), digest_size=16).digest()
 
 
 def extend_conversation(key: bytes, message: Message) -> bytes:
-    """The key of a conversation with one message more. Reasoning, ids and the spelling of arguments don't count."""
+    """Return the key of a conversation with one more message. Reasoning, ids and the spelling of arguments are
+    ignored."""
     calls = [call_arguments(call) for call in message.get("tool_calls", ())]
     return _extend(key, message["role"], message.get("content", ""), calls)
 
 
 def extend_by_turn(key: bytes, turn: AssistantTurn) -> bytes:
-    """The key of a conversation with the generated turn as its next message: equal to extend_conversation once the
-    client returns it."""
+    """Return the key of a conversation with a generated turn as its next message. It equals the key from
+    extend_conversation once the client returns the turn."""
     return _extend(key, "assistant", turn.content, _generated(turn))
 
 
@@ -45,13 +46,13 @@ def _extend(key: bytes, role: str, content: str, calls: list[tuple[str, dict[str
     message = [role, content.strip(), calls]
     try:
         text = msgspec.json.encode(message, order="deterministic")
-    except UnicodeEncodeError:  # tags that the server wrote into it (text/sentinels.py)
+    except UnicodeEncodeError:  # OWN_TAG marks (text/sentinels.py) are lone surrogates
         text = json.dumps(message, sort_keys=True).encode()
     return hashlib.blake2b(key + text, digest_size=16).digest()
 
 
 def _generated(turn: AssistantTurn) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the turn's calls, as a client's message has them once it is normalised."""
+    """Return (name, arguments) of the turn's calls, equal to those of the client's message after normalisation."""
     return [(call.name, read_arguments(call.arguments)) for call in turn.shown_calls]
 
 
@@ -63,19 +64,19 @@ class TurnRecord:
     token_ids: array[int]
     """As generated, without the stop id."""
     text: str
-    """Text of token_ids, whose added tokens are sentinels (text/sentinels.py)."""
+    """Text of token_ids, with sentinels for added tokens (text/sentinels.py)."""
     lead: str
     """The end of the prompt that the turn continued."""
     is_cut: bool
-    """The turn was ended by something else than the model, so the template may go on behind its text."""
+    """The model did not end the turn itself, so the template's text may continue after it."""
     namespace: str = ""
-    """Where it was generated: it is found there alone."""
+    """Namespace of the turn; it is found only there."""
     quotes_tags: bool = False
-    """Added tokens stand as text somewhere in it: as it was generated, or as clients see it."""
+    """Whether the turn contains the text of an added token, as generated or as shown to the client."""
     calls: list[tuple[str, dict[str, Any]]] = field(init=False)
-    """Names and arguments of the turn's calls: read once, and asked for by every later prompt of the conversation."""
+    """(name, arguments) of the turn's calls, parsed once for all later prompts of the conversation."""
     num_bytes: int = field(init=False)
-    """About what the record holds in memory."""
+    """Approximate memory of the record in bytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", _generated(self.turn))
@@ -84,7 +85,7 @@ class TurnRecord:
         object.__setattr__(self, "num_bytes", _ENTRY_OVERHEAD_BYTES + sum(map(held_bytes, held)))
 
     def matches(self, message: Message) -> bool:
-        """The message is this turn: same content, same calls, and its reasoning either unchanged or dropped."""
+        """Whether a message is this turn: same content and calls, and its reasoning either unchanged or dropped."""
         reasoning = message.get("reasoning_content", "").strip()
         return (
             message.get("content", "").strip() == self.turn.content.strip()
@@ -93,8 +94,8 @@ class TurnRecord:
         )
 
     def restore(self, message: Message, *, arguments_as_written: bool) -> Message:
-        """The message with the turn's reasoning, and its arguments in the order (as_written: in the very text) of the
-        turn."""
+        """Return the message with the turn's reasoning, and with the turn's order of arguments (`arguments_as_written`:
+        their exact text)."""
         result = dict(message)
         if self.turn.reasoning:
             result = with_reasoning(result, self.turn.reasoning)
@@ -115,15 +116,16 @@ def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str
 
 
 class TurnMemory:
-    """Records by conversation key, and by call ids; the least recently used go first. Thread-safe: prompts are built
-    beside running answers."""
+    """Records by conversation key and by call ids; the least recently used are evicted first. Thread-safe, since
+    prompts are built while answers are generated."""
 
     def __init__(self, *, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._records: OrderedDict[bytes, TurnRecord] = OrderedDict()
         self._key_of_calls: dict[tuple[str, tuple[str, ...]], bytes] = {}
-        """By namespace and ids: who knows the ids of another's calls doesn't get their reasoning by them."""
+        """(namespace, call ids) -> key. The namespace prevents other clients from getting reasoning by a known call
+        id."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -131,11 +133,11 @@ class TurnMemory:
 
     @property
     def num_bytes(self) -> int:
-        """About what all records hold in memory; never above max_bytes."""
+        """Approximate memory of all records in bytes; never above max_bytes."""
         return self._num_bytes
 
-    def remember(self, key: bytes, record: TurnRecord) -> None:
-        """Keep a turn under the key of the conversation that it ends (extend_by_turn)."""
+    def add_turn(self, key: bytes, record: TurnRecord) -> None:
+        """Store a turn under the key of the conversation that ends with it (extend_by_turn)."""
         with self._lock:
             self._forget(key)
             self._records[key] = record
@@ -145,9 +147,9 @@ class TurnMemory:
             while self._num_bytes > self._max_bytes:
                 self._forget(next(iter(self._records)))
 
-    def find(self, key: bytes, message: Message, namespace: str = "") -> TurnRecord | None:
-        """The turn that a returned assistant message is; `key` is the conversation's up to and including it
-        (extend_conversation), begun in `namespace`."""
+    def find_turn(self, key: bytes, message: Message, namespace: str = "") -> TurnRecord | None:
+        """Return the record of a returned assistant message, or None. `key`: of the conversation up to and including
+        the message (extend_conversation), which began in `namespace`."""
         ids = call_ids(message)
         with self._lock:
             for candidate in (self._key_of_calls.get((namespace, ids)) if ids else None, key):

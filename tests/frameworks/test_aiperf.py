@@ -1,8 +1,7 @@
-"""aiperf, NVIDIA's benchmark client, the real one, measures the bundled model over a socket, with that model's own
-tokenizer.
+"""NVIDIA's benchmark client aiperf measures the bundled model over a socket, with the model's own tokenizer.
 
-It lives in an environment of its own (`make aiperf`), since it brings a hundred packages along. Where that is missing
-these tests are skipped.
+The real package runs in its own environment (`make aiperf`), because of its hundred dependencies. Without this
+environment the tests are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SAMPLING = {
     "seed": 7,
     "chat_template_kwargs": {"preserve_thinking": True},
 }
-"""What MLPerf Endpoints' agentic benchmark sends with every request; aiperf passes it on."""
+"""Request fields of MLPerf Endpoints' agentic benchmark; aiperf passes them on."""
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "chat": (4, {"max_completion_tokens": 24, **SAMPLING}),
@@ -43,7 +42,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 """Endpoint -> sessions of three turns, and the fields of each request."""
 
 QUIET = {
-    "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing is there: whoever asks a hub fails
+    "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there, so that hub requests fail
     "AIPERF_SERVICE_REGISTRATION_TIMEOUT": "300",
     "AIPERF_SERVICE_REGISTRATION_MAX_ATTEMPTS": "300",
     "AIPERF_SERVICE_PROFILE_START_TIMEOUT": "300",
@@ -51,7 +50,7 @@ QUIET = {
 
 
 class Watched:
-    """The bundled model's app; keeps the session and the status of every request of the client."""
+    """The app of the bundled model; records session and status of every client request."""
 
     def __init__(self) -> None:
         self.sessions: Counter[str | None] = Counter()
@@ -76,7 +75,7 @@ class Watched:
 
 
 def dialogues(path: Path, number: int) -> Path:
-    """Sessions of three turns, the first of them long enough for the prefix cache to keep it."""
+    """Return sessions of three turns; the first turn is long enough for the prefix cache."""
     orders = ", ".join(f"O-{4000 + place} is {'open' if place % 3 else 'sent'}" for place in range(40))
     lines = [
         {

@@ -1,8 +1,7 @@
-"""Command-line agents, the real ones, work through a small task against the server over a socket: with their own
-prompts and tools.
+"""Real command-line agents solve a small task against the server over a socket, with their own prompts and tools.
 
-The engine is real, with the bundled model at a longer context; only what the model says is known beforehand, as forced
-output. npm installs the agents (`make test-clients`); those that aren't there are skipped.
+The engine is real, with the bundled model at a longer context; its answers are scripted by forced output. npm installs
+the agents (`make test-clients`); missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -28,29 +27,30 @@ from tests.fakes.seen_turns import SeenTurns
 from tests.server.loopback import served
 
 CONTEXT = 65536
-"""qwen-code's tools alone are 30,000 tokens of the bundled model's."""
+"""qwen-code's tools alone have 30,000 tokens in the bundled model's tokenizer."""
 
 REFUSED: dict[str, str] = {}
-"""Agents that don't finish yet, and the refusal that they show."""
+"""Agents that don't finish yet, and the server error that they show."""
 
 LEFT_OUT: dict[str, set[str]] = {"codex": {"tools.web_search"}}
-"""What answers say they left out. The other agents send nothing that nobody knows."""
+"""Request fields that answers report as ignored. The other agents send no unknown fields."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 CHANGES: dict[str, str] = {
-    "claude-code": "moves its cache marks on; sends thinking back without its text; puts a tool that ToolSearch found into the middle of `tools`",
+    "claude-code": "moves its cache marks on; sends thinking back without its text; "
+    "puts a tool that ToolSearch found into the middle of `tools`",
     "codex": "nothing",
     "opencode": "nothing; asks for a title of the session beside it, in a conversation of its own",
     "qwen-code": "nothing",
     "pi": "nothing",
 }
-"""What each changes from one turn to the next, beside adding to the end. None of it changes the prompt before the end
-of the last answer."""
+"""What each agent changes between turns, besides appending. None of it changes the prompt before the end of the last
+answer."""
 
 
 class Watched:
-    """The app around such an engine, and what came to it."""
+    """The app with this engine, and its requests."""
 
     def __init__(self, model: Path, calls: Calls) -> None:
         self.recorder: Recorder
@@ -72,7 +72,7 @@ class Watched:
 
 @pytest.fixture
 def long_model(tmp_path: Path) -> Path:
-    """The bundled model, said to have a longer context than it was trained for."""
+    """The bundled model, configured with a longer context than it was trained for."""
     directory = tmp_path / "model"
     directory.mkdir()
     for file in bundled.DIRECTORY.iterdir():
@@ -84,7 +84,7 @@ def long_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-def test_an_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Path) -> None:
+def test_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Path) -> None:
     if why := agent.why_not():
         pytest.skip(why)
     watched = Watched(long_model, in_place(agent.calls, tmp_path / "workspace"))
@@ -108,12 +108,13 @@ def test_an_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Pa
         assert turn.usage is not None
         cached = turn.usage.cached_tokens
         print(
-            f"{agent.name}: {cached:,} of {len(turn.prompt_ids):,} tokens from the cache, {turn.shared_len:,} were known"
+            f"{agent.name}: {cached:,} of {len(turn.prompt_ids):,} tokens from the cache, "
+            f"{turn.shared_len:,} were known"
         )
         assert cached >= turn.reusable_len, (cached, turn.shared_len, len(turn.prompt_ids))
 
 
-def test_the_page_says_what_each_agent_changes() -> None:
+def test_documentation_lists_what_each_agent_changes() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert CHANGES.keys() == {agent.name for agent in AGENTS}
     for name, words in CHANGES.items():

@@ -1,5 +1,4 @@
-"""Agent frameworks and SDKs, the real packages, run sessions of two turns with tools on the bundled model: the
-examples, as they are."""
+"""The examples run unchanged: real agent frameworks and SDKs, two turns with tools on the bundled model."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ SESSIONS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "LangGraph": ("langgraph", "langgraph_agent", {}),
     "Pydantic AI": ("pydantic_ai", "pydantic_ai_agent", {}),
 }
-"""The package, the example, and what its session is told. A test imports its own: together they take seconds, in every
-process that collects."""
+"""(package, example, session inputs). Each test imports its own package: importing all during collection takes
+seconds."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_session_calls_its_tools(name: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_session_calls_its_tools(name: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     package, module, settings = SESSIONS[name]
     pytest.importorskip(package)
     example = importlib.import_module(f"examples.{module}")
@@ -65,5 +64,5 @@ def test_a_session_calls_its_tools(name: str, stream: bool, monkeypatch: pytest.
 
 
 def _shown(last: Any) -> str:
-    """Whatever a framework's last message or result says."""
+    """Return the text of a framework's last message or result."""
     return json.dumps(last, default=lambda value: getattr(value, "final_output", None) or str(value))

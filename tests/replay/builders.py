@@ -37,7 +37,7 @@ def said(text: str = "recorded", reasoning: str | None = None) -> Expect:
 
 
 def called(*calls: tuple[str, str, dict[str, Any] | str], text: str | None = None) -> Expect:
-    """An answer with calls: (id, name, arguments or the text that stands in their place)."""
+    """Return an answer with calls: (id, name, arguments or raw text)."""
     texts = [arguments if isinstance(arguments, str) else json.dumps(arguments) for _, _, arguments in calls]
     made = [
         ToolCall(id=call[0], function=FunctionCall(name=call[1], arguments=text))
@@ -65,7 +65,7 @@ def replay_file(*sessions: Session, **meta: Any) -> ReplayFile:
 
 
 def chats(num_sessions: int, num_turns: int, *, delay_ms: float = 0.0) -> ReplayFile:
-    """Sessions of plain user turns with recorded answers."""
+    """Return sessions of plain user turns with recorded answers."""
     return replay_file(
         *(
             Session(

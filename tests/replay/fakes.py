@@ -1,7 +1,6 @@
-"""What replay tests stand on: an event loop whose clock only moves when everybody waits, and an OpenAI server that
-follows a script.
+"""Test doubles for replays: an event loop with a virtual clock, and a scripted OpenAI server.
 
-`run(main())` returns at once however long the virtual seconds are, and gives the same times on every run.
+The clock moves only when all tasks wait, so `run(main())` takes no real time and gives the same times on every run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import httpx
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Never blocks: a wait moves the clock instead."""
+    """Advances the clock instead of blocking."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """At once, since the clock would not wait for a thread."""
+        """Run immediately, since the virtual clock does not wait for threads."""
         done = self.create_future()
         try:
             done.set_result(function(*args))
@@ -49,14 +48,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Like asyncio.run, on a virtual clock that starts at 0."""
+    """Run like asyncio.run, on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 @dataclass(kw_only=True)
 class Answer:
-    """How the server answers one request. Texts stream one event each, `gap` seconds apart, after `wait` seconds."""
+    """The server's answer to one request. Each text is one stream event, `gap` seconds apart, after `wait` seconds."""
 
     texts: Iterable[str] = ("a", "b", "c")
     calls: list[tuple[str, str, str]] = field(default_factory=list)
@@ -73,16 +72,16 @@ class Answer:
     metrics: dict[str, Any] | None = None
     status: int = 200
     raw: list[str] | None = None
-    """Lines of the stream in place of all of the above."""
+    """Raw lines of the stream, in place of the fields above."""
     finish: str | None = None
-    """finish_reason; None: as the calls say."""
+    """finish_reason; None: derived from the calls."""
     hangs: bool = False
     ends_early: bool = False
 
 
 @dataclass
 class Seen:
-    """One request as it came in."""
+    """A received request."""
 
     time: float
     path: str
@@ -95,7 +94,7 @@ class Seen:
 
 
 class FakeServer:
-    """Answers by `script(body)`; keeps what it was asked."""
+    """Answers with `script(body)` and keeps the requests."""
 
     def __init__(
         self,
@@ -194,7 +193,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 def speculation(*, steps: int, drafted: list[int], accepted: list[int], forced: bool = False) -> dict[str, Any]:
-    """`metrics` as agentspec's server writes them."""
+    """Return `metrics` as agentspec's server writes them."""
     counters: dict[str, Any] = {
         "num_spec_steps": steps,
         "num_draft_tokens": sum(drafted),

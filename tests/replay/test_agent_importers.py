@@ -1,5 +1,4 @@
-"""Trajectories and workload files of other tools, written here after the descriptions of their formats, as valid replay
-files."""
+"""Import of trajectories and workload files; the samples here follow the descriptions of the formats."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def lines(*items: Any) -> str:
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
-def test_bailian_chats_are_joined_by_their_parents(tmp_path: Path) -> None:
+def test_bailian_chats_with_a_parent_join_its_session(tmp_path: Path) -> None:
     def request(chat_id: int, parent: int, timestamp: float, input_length: int, hash_ids: list[int]) -> dict[str, Any]:
         lengths = {"input_length": input_length, "output_length": 7, "hash_ids": hash_ids}
         return {
@@ -92,7 +91,7 @@ def asked(t: float, num_in: int, hash_ids: list[int], **fields: Any) -> dict[str
     return {"t": t, "type": "n", "model": "m", "in": num_in, "out": 9, "hash_ids": hash_ids} | fields
 
 
-def test_weka_traces_keep_waits_subagents_and_blocks_of_their_own(tmp_path: Path) -> None:
+def test_weka_traces_keep_waits_subagents_and_unique_blocks(tmp_path: Path) -> None:
     agent = {
         "t": 4.0,
         "type": "subagent",
@@ -141,7 +140,7 @@ def agent(t: float, *requests: dict[str, Any], name: str = "a", **fields: Any) -
 
 
 def links(file: Any) -> dict[str, tuple[int, int | None, float]]:
-    """Of each subagent: the turns that start and join it, and its first wait in seconds."""
+    """Return for each subagent the turns that start and join it, and its first wait in seconds."""
     return {
         session.session_id: (session.parent.turn, session.parent.join_turn, session.turns[0].delay_ms / 1000)
         for session in file.sessions
@@ -150,7 +149,7 @@ def links(file: Any) -> dict[str, tuple[int, int | None, float]]:
 
 
 @pytest.mark.parametrize("origin", [0.0, 4.0])
-def test_times_of_weka_subagents_count_from_the_session_or_from_their_start(tmp_path: Path, origin: float) -> None:
+def test_weka_subagent_times_are_absolute_or_relative(tmp_path: Path, origin: float) -> None:
     inner = [asked(4.0 - origin, 64, [1], api_time=2.0), asked(8.0 - origin, 64, [1], api_time=1.0)]
     trace = weka("t", asked(0.0, 64, [1], api_time=1.5), agent(4.0, *inner), asked(9.5, 64, [1]))
     file = convert(tmp_path, "weka", lines(trace))
@@ -161,10 +160,10 @@ def test_times_of_weka_subagents_count_from_the_session_or_from_their_start(tmp_
     )
 
 
-def test_weka_subagents_are_joined_by_the_first_request_behind_their_end(tmp_path: Path) -> None:
+def test_weka_subagents_are_joined_by_the_first_request_after_their_end(tmp_path: Path) -> None:
     trace = weka(
         "t",
-        agent(0.0, asked(0.5, 64, [1]), name="first"),  # no request stands before it
+        agent(0.0, asked(0.5, 64, [1]), name="first"),  # no request before it
         asked(0.0, 64, [1], api_time=1.0),
         agent(2.0, asked(2.0, 64, [1], api_time=5.0), name="long"),
         agent(2.0, asked(2.0, 64, [1]), name="timed", duration_ms=18_000.0),
@@ -172,7 +171,7 @@ def test_weka_subagents_are_joined_by_the_first_request_behind_their_end(tmp_pat
         agent(2.0, name="empty"),
         asked(3.0, 64, [1], api_time=1.0, think_time=2.0),
         asked(9.0, 64, [1], api_time=1.0, think_time=5.0),
-        agent(10.0, asked(12.0, 64, [1], api_time=1.0), name="long"),  # a name twice
+        agent(10.0, asked(12.0, 64, [1], api_time=1.0), name="long"),  # a repeated name
         asked(21.0, 64, [1], think_time=11.0),
     )
     file = convert(tmp_path, "weka", lines(trace))
@@ -314,7 +313,7 @@ def test_aiperf_turns_have_delays_or_timestamps(tmp_path: Path) -> None:
     )
 
 
-def test_evalscope_requests_that_go_on_are_one_session(tmp_path: Path) -> None:
+def test_evalscope_requests_that_continue_another_join_its_session(tmp_path: Path) -> None:
     made = {name: value for name, value in call().items() if name != "index"}
     said = {"role": "assistant", "content": None, "tool_calls": [made]}
     told = {"role": "tool", "tool_call_id": "c1", "content": "42"}
@@ -384,7 +383,7 @@ BAD: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("name", "item", "line", "reason"), BAD)
-def test_refuses_naming_place_and_field(tmp_path: Path, name: str, item: Any, line: int, reason: str) -> None:
+def test_invalid_file_error_names_place_and_field(tmp_path: Path, name: str, item: Any, line: int, reason: str) -> None:
     with pytest.raises(ReplayFileError) as caught:
         convert(tmp_path, name, lines(item))
     assert caught.value.line == line
@@ -392,7 +391,7 @@ def test_refuses_naming_place_and_field(tmp_path: Path, name: str, item: Any, li
 
 
 @pytest.mark.parametrize("name", [name for name in importers.FORMATS if name not in ("mooncake", "openai-messages")])
-def test_files_may_be_compressed_and_must_hold_something(tmp_path: Path, name: str) -> None:
+def test_files_may_be_gzipped_and_must_not_be_empty(tmp_path: Path, name: str) -> None:
     path = tmp_path / "trace.gz"
     for data in (b"", gzip.compress(b"{"), gzip.compress(b"3")):
         path.write_bytes(data)

@@ -1,5 +1,4 @@
-"""`--output forced`: the requests are the dry run's own, and so is what the bundled model's cache gives for them; what
-can't be forced is refused."""
+"""`--output forced`: requests and cache hits equal those of a dry run; sessions that can't be forced are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ LOOP = [
 
 
 def answered(input_length: int, hash_ids: list[int], answer: list[int], output_tokens: int) -> Turn:
-    """A token-run turn whose answer later prompts hold."""
+    """Return a token-run turn whose answer later prompts contain."""
     return Turn(
         input_length=input_length,
         block_size=8,
@@ -55,7 +54,7 @@ def replay(file: ReplayFile, server: FakeServer, encoder: Encoder, **settings: A
     return report
 
 
-def test_each_turn_is_sent_as_the_dry_run_has_it() -> None:
+def test_forced_requests_equal_the_dry_run() -> None:
     encoder, server = RegexPieces(), FakeServer(owner="agentspec")
     sessions = [
         Session(session_id="a", turns=LOOP, toolset="desk"),
@@ -84,7 +83,7 @@ def test_each_turn_is_sent_as_the_dry_run_has_it() -> None:
     assert [seen.session for seen in server.requests] == ["a"] * 3 + ["b"] * 2
 
 
-def test_a_token_run_answer_with_blocks_of_its_own_is_what_later_prompts_hold() -> None:
+def test_token_run_answer_blocks_are_in_later_prompts() -> None:
     server = FakeServer(owner="agentspec")
     turns = [answered(16, [1, 2], [3], 8), answered(32, [1, 2, 3, 4], [5], 5)]
     replay(replay_file(Session(session_id="s", turns=turns)), server, RegexPieces())
@@ -104,19 +103,19 @@ def test_a_token_run_answer_with_blocks_of_its_own_is_what_later_prompts_hold() 
         (live_session(ask()), "has a world"),
     ],
 )
-def test_what_was_not_recorded_is_refused_by_name(session: Session, reason: str) -> None:
+def test_missing_recorded_answer_error_names_the_turn(session: Session, reason: str) -> None:
     with pytest.raises(ConfigError, match="output='forced'") as caught:
         make_plans(replay_file(session), ReplayOptions(output="forced"))
     assert reason in str(caught.value)
 
 
-def test_only_our_own_server_is_asked() -> None:
+def test_forced_output_requires_an_agentspec_server() -> None:
     with pytest.raises(ConfigError, match="output='forced': http://server is not agentspec's server"):
         replay(replay_file(Session(session_id="s", turns=LOOP)), FakeServer(owner="somebody"), RegexPieces())
 
 
 @pytest.mark.parametrize(("flag", "value"), [("template", "stable"), ("tokenizer", "somewhere")])
-def test_flags_for_tokens_mean_nothing_where_the_server_makes_them(
+def test_token_flags_are_rejected_without_forced_output(
     flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -127,8 +126,8 @@ def test_flags_for_tokens_mean_nothing_where_the_server_makes_them(
     assert "tokenizer.json" in capsys.readouterr().err
 
 
-def test_the_bundled_model_caches_what_the_dry_run_says(tmp_path: Path) -> None:
-    """Through flags, HTTP and the engine's own thread, one session after the other."""
+def test_bundled_model_hits_equal_the_dry_run(tmp_path: Path) -> None:
+    """Through flags, HTTP and the engine thread, one session at a time."""
     path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     tokens = [answered(160, list(range(20)), [90, 91, 92], 20), answered(200, [*range(20), 90, 91, 92, 7, 8], [93], 6)]
     sessions = [Session(session_id=name, turns=LOOP, toolset="desk") for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""The ideal hit count against a plain comparison with everything seen before."""
+"""The ideal hit count against a brute-force comparison with all earlier sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def longest(prompt: list[int], seen: list[list[int]]) -> int:
     return min(best, len(prompt) - 1)
 
 
-def test_equals_brute_force() -> None:
+def test_ideal_hits_equal_brute_force() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         ideal, seen = IdealPrefix(), list[list[int]]()
@@ -29,13 +29,13 @@ def test_equals_brute_force() -> None:
             prompt += [rng.choice((0, 1, 255, 256, 65536)) for _ in range(rng.randrange(0 if prompt else 1, 150))]
             output = [rng.randrange(2) for _ in range(rng.randrange(90))]
             expected = longest(prompt, seen)
-            assert ideal.request(array("i", prompt), array("i", output)) == expected, f"seed {seed}"
+            assert ideal.match_and_insert(array("i", prompt), array("i", output)) == expected, f"seed {seed}"
             seen.append(prompt + output)
 
 
-def test_the_same_prompt_again_computes_one_token() -> None:
+def test_repeated_prompt_computes_one_token() -> None:
     ideal = IdealPrefix()
     prompt = array("i", range(200))
-    assert ideal.request(prompt, array("i")) == 0
-    assert ideal.request(prompt, array("i", [7])) == 199
-    assert ideal.request(array("i", [*range(200), 7, 8]), array("i")) == 201
+    assert ideal.match_and_insert(prompt, array("i")) == 0
+    assert ideal.match_and_insert(prompt, array("i", [7])) == 199
+    assert ideal.match_and_insert(array("i", [*range(200), 7, 8]), array("i")) == 201

@@ -1,4 +1,4 @@
-"""Other tools' traces become valid replay files, or an error that names line and field."""
+"""Other tools' traces become valid replay files, or errors that name line and field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(timestamp: int, input_length: int, output_length: int, hash_ids: lis
 
 
 def convert(tmp_path: Path, name: str, lines: list[Any], *flags: str) -> Any:
-    """Through the command, so the written file is checked against the format too."""
+    """Convert through the command, which also checks the written file."""
     parser = argparse.ArgumentParser()
     importers.add_arguments(parser)
     out = tmp_path / "out.jsonl.gz"
@@ -37,7 +37,7 @@ def convert(tmp_path: Path, name: str, lines: list[Any], *flags: str) -> Any:
     return load(out)
 
 
-def test_mooncake_requests_are_sessions_in_order_of_arrival(tmp_path: Path) -> None:
+def test_mooncake_requests_become_sessions_in_order_of_arrival(tmp_path: Path) -> None:
     file = convert(tmp_path, "mooncake", [request(900, 600, 7, [1, 2]), request(300, 512, 9, [1])])
     assert [(session.session_id, session.start_ms) for session in file.sessions] == [
         ("request-0", 300.0),
@@ -53,14 +53,14 @@ def test_mooncake_requests_are_sessions_in_order_of_arrival(tmp_path: Path) -> N
     )
 
 
-def test_mooncake_links_what_continues_an_earlier_request(tmp_path: Path) -> None:
+def test_mooncake_links_requests_that_continue_an_earlier_one(tmp_path: Path) -> None:
     lines = [
         request(0, 1100, 50, [1, 2, 3]),
-        request(1000, 1100, 50, [1, 2, 4]),  # as long as the first: no continuation of it
+        request(1000, 1100, 50, [1, 2, 4]),  # as long as the first, so not its continuation
         request(2000, 1700, 10, [1, 2, 5, 6]),  # continues the latest with these whole blocks
-        request(3000, 2100, 10, [1, 2, 5, 7, 8]),  # continues the one above: its three whole blocks are there
+        request(3000, 2100, 10, [1, 2, 5, 7, 8]),  # continues the one above: contains its three whole blocks
         request(4000, 1160, 10, [1, 2, 9]),  # continues the first
-        request(5000, 700, 10, [1, 10]),  # one common block proves nothing
+        request(5000, 700, 10, [1, 10]),  # one common block is not enough
     ]
     file = convert(tmp_path, "mooncake", lines, "--link")
     assert [[turn.input_length for turn in session.turns] for session in file.sessions] == [
@@ -76,7 +76,7 @@ def test_mooncake_links_what_continues_an_earlier_request(tmp_path: Path) -> Non
     assert "inferred" in file.meta.source["sessions"]
 
 
-def test_messages_are_cut_before_every_answer(tmp_path: Path) -> None:
+def test_messages_are_split_before_every_answer(tmp_path: Path) -> None:
     file = convert(tmp_path, "openai-messages", [CHAT])
     [session] = file.sessions
     assert [[message.role for message in turn.messages] for turn in session.turns] == [
@@ -91,7 +91,7 @@ def test_messages_are_cut_before_every_answer(tmp_path: Path) -> None:
     assert session.turns[2].expect is None
 
 
-def test_request_fields_are_kept_and_tools_shared(tmp_path: Path) -> None:
+def test_request_fields_are_kept_and_equal_toolsets_shared(tmp_path: Path) -> None:
     lines = [
         {
             "id": "a",
@@ -133,13 +133,15 @@ BAD: list[tuple[str, list[Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("name", "lines", "line", "reason"), BAD)
-def test_refuses_naming_line_and_field(tmp_path: Path, name: str, lines: list[Any], line: int, reason: str) -> None:
+def test_invalid_file_error_names_line_and_field(
+    tmp_path: Path, name: str, lines: list[Any], line: int, reason: str
+) -> None:
     with pytest.raises(ReplayFileError) as caught:
         importers.convert(name, write_lines(tmp_path / "in.jsonl", lines))
     assert caught.value.line == line
     assert reason in caught.value.reason, caught.value.reason
 
 
-def test_link_is_for_mooncake(tmp_path: Path) -> None:
+def test_link_flag_is_only_for_mooncake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="link"):
         convert(tmp_path, "openai-messages", [CHAT], "--link")

@@ -1,5 +1,4 @@
-"""Live sessions against a scripted server: calls are executed, their results go back, and each user's turn is
-judged."""
+"""Live sessions against a scripted server: calls are executed, results are sent back, and user turns are judged."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def replay(
     owner: str = "somebody",
     **options: Any,
 ) -> tuple[Report, FakeServer]:
-    """The server gives the answers in order, whoever asks."""
+    """Run a replay; the server gives the answers in order, to any session."""
     script = iter(answers)
     server = FakeServer(lambda body: next(script), owner=owner)
     file = session if isinstance(session, ReplayFile) else replay_file(session)
@@ -63,7 +62,7 @@ def missed(report: Report) -> list[list[str]]:
     return [turn.missed for turn in outcome.turns]
 
 
-def test_calls_are_executed_and_their_results_are_the_next_request() -> None:
+def test_call_results_are_sent_in_the_next_request() -> None:
     session = live_session(
         ask("how is A-098?", goal=Goal(says=["open"])),
         ask(
@@ -122,10 +121,11 @@ def test_calls_are_executed_and_their_results_are_the_next_request() -> None:
     assert (report.summary.num_turns, report.summary.num_planned_turns) == (4, 4)
 
 
-def test_reasoning_goes_back_as_it_came() -> None:
+def test_reasoning_is_sent_back_unchanged() -> None:
     thinking = [
         'data: {"choices": [{"delta": {"reasoning_content": "hm"}}]}\n\n',
-        'data: {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "find_orders", "arguments": "{}"}}]}}]}\n\n',
+        'data: {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "a", '
+        '"function": {"name": "find_orders", "arguments": "{}"}}]}}]}\n\n',
         'data: {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}\n\n',
     ]
     _, server = replay(live_session(ask()), [Answer(raw=thinking), words("two")])
@@ -133,7 +133,7 @@ def test_reasoning_goes_back_as_it_came() -> None:
     assert (answer["reasoning_content"], answer["content"]) == ("hm", None)
 
 
-def test_an_invalid_call_gets_its_error_as_result_and_the_model_may_try_again() -> None:
+def test_invalid_call_returns_an_error_and_may_be_retried() -> None:
     goal = Goal(says=["chair"], max_calls=2)
     report, server = replay(
         live_session(ask(goal=goal)),
@@ -165,13 +165,13 @@ MISSED: dict[str, tuple[Goal, list[Answer], list[str]]] = {
 
 
 @pytest.mark.parametrize(("goal", "answers", "reasons"), MISSED.values(), ids=MISSED.keys())
-def test_a_missed_goal_says_why(goal: Goal, answers: list[Answer], reasons: list[str]) -> None:
+def test_missed_goal_has_reasons(goal: Goal, answers: list[Answer], reasons: list[str]) -> None:
     report, _ = replay(live_session(ask(goal=goal, max_requests=3)), answers)
     assert missed(report) == [reasons]
     assert "sessions at goal          0 of 1" in report.table()
 
 
-def test_after_too_many_requests_the_next_turn_follows_the_last_results() -> None:
+def test_next_turn_follows_after_max_requests() -> None:
     report, server = replay(
         live_session(ask(max_requests=2), ask("and now?")), [calls(call("find_orders"))] * 2 + [words("done")]
     )
@@ -193,7 +193,7 @@ def test_after_too_many_requests_the_next_turn_follows_the_last_results() -> Non
     assert "sessions at goal          0 of 0" in report.table()
 
 
-def test_a_cut_call_is_invalid_and_leaves_the_history() -> None:
+def test_truncated_call_is_invalid_and_removed_from_history() -> None:
     cut = Answer(
         texts=[],
         calls=[call("delete_order", "c1", order_id="A-098"), ("c2", "get_order", '{"order_id": "A-0')],
@@ -210,7 +210,7 @@ def test_a_cut_call_is_invalid_and_leaves_the_history() -> None:
 
 
 @pytest.mark.parametrize("owner", ["agentspec", "somebody"])
-def test_arguments_that_are_no_object_go_back_to_our_server_alone(owner: str) -> None:
+def test_non_object_arguments_are_sent_to_agentspec_only(owner: str) -> None:
     broken = [("c1", "get_order", '{"order_id": '), call("find_orders", "c2"), ("c3", "get_order", "[]")]
     _, server = replay(live_session(ask()), [calls(*broken), words("sorry")], owner=owner)
     messages = server.requests[1].body["messages"]
@@ -222,7 +222,7 @@ def test_arguments_that_are_no_object_go_back_to_our_server_alone(owner: str) ->
     ]
 
 
-def test_a_call_that_the_server_could_not_read_counts_once_an_answer() -> None:
+def test_unparsed_call_counts_once_per_answer() -> None:
     garbled = "<tool_call>\n<function=get_order\n</tool_call><tool_call></tool_call>"
     report, _ = replay(
         live_session(ask(), ask()), [calls(call("find_orders"), text=garbled), words("two"), words(garbled)]
@@ -232,7 +232,7 @@ def test_a_call_that_the_server_could_not_read_counts_once_an_answer() -> None:
     assert (live.num_calls, live.num_valid, live.problems) == (3, 1, [("not read", 2)])
 
 
-def test_a_failed_request_ends_the_session_and_leaves_its_goals_unreached() -> None:
+def test_failed_request_ends_the_session_and_misses_its_goals() -> None:
     turns = [ask(goal=Goal()), ask(goal=Goal()), ask(goal=Goal())]
     report, _ = replay(live_session(*turns), [words("one"), calls(call("find_orders")), Answer(status=500)])
     assert missed(report) == [[], ["the request failed: 500: refused with 500"], ["the session ended before this turn"]]
@@ -256,7 +256,7 @@ def three_sessions() -> tuple[ReplayFile, list[Answer]]:
     ]
 
 
-def test_groups_are_counted_apart() -> None:
+def test_groups_are_counted_separately() -> None:
     file, answers = three_sessions()
     report, _ = replay(file, answers, concurrency=1)
     groups = {
@@ -296,7 +296,7 @@ def test_groups_are_counted_apart() -> None:
     assert json.dumps(written)
 
 
-def test_the_page_shows_goals_and_what_was_missed() -> None:
+def test_page_shows_goals_and_misses() -> None:
     file, answers = three_sessions()
     page = render_page(replay(file, answers, concurrency=1)[0])
     text = " ".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n")).itertext())
@@ -305,7 +305,7 @@ def test_the_page_shows_goals_and_what_was_missed() -> None:
     assert "completed; 0 of 1 user turns at goal" in text
 
 
-def test_without_worlds_nothing_is_said_of_them() -> None:
+def test_report_without_worlds_has_no_live_part() -> None:
     report, _ = replay(chats(1, 1), [words("hi")])
     assert report.summary.live is None
     assert "live" not in report.to_json()
@@ -314,14 +314,14 @@ def test_without_worlds_nothing_is_said_of_them() -> None:
         assert "tool calls valid" not in text
 
 
-def test_max_turns_counts_turns_of_the_user() -> None:
+def test_max_turns_counts_user_turns() -> None:
     session = live_session(*(ask(goal=Goal()) for _ in range(3)))
     report, server = replay(session, [calls(call("find_orders")), words("a"), words("b")], max_turns=2)
     assert len(server.requests) == 3
     assert missed(report) == [[], []]
 
 
-def test_progress_says_that_more_turns_may_come() -> None:
+def test_progress_marks_an_open_number_of_turns() -> None:
     stream = io.StringIO()
     answers = [Answer(calls=[call("find_orders")], wait=4.0), Answer(texts=["done"], wait=4.0)]
     replay(live_session(ask()), answers, progress=stream)
@@ -331,7 +331,7 @@ def test_progress_says_that_more_turns_may_come() -> None:
 
 
 @pytest.mark.parametrize("options", [{"history": "recorded"}, {"output": "length"}], ids=["history", "output"])
-def test_a_world_is_live_and_of_no_recorded_length(options: dict[str, Any]) -> None:
+def test_world_rejects_recorded_history_and_output(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="session 'live' has a world") as caught:
         replay(live_session(ask()), [], **options)
     assert caught.value.field in options

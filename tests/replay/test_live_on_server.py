@@ -1,5 +1,4 @@
-"""A live session against our own server: its answers, calls and ids are what the loop can use, and it takes back what
-the loop sends."""
+"""A live session against agentspec's server: the loop and the server accept each other's messages, calls and ids."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def written(name: str, **arguments: str) -> str:
     return f"\n\n<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-def test_calls_in_the_models_own_words_make_the_loop() -> None:
+def test_live_loop_works_with_generated_calls() -> None:
     scripts = [
         [
             *said(
@@ -44,7 +43,7 @@ def test_calls_in_the_models_own_words_make_the_loop() -> None:
         [
             *said(written("update_order", order_id="A-098", count="ten")),
             ended(),
-        ],  # text where the schema has an integer
+        ],  # text where the schema requires an integer
         [*said("<tool_call>\norder A-098"), ended()],
         [*said(written("delete_order", order_id="A-098")[:60]), ended(FinishReason.LENGTH, stop_match=None)],
         [*said("I stop."), ended()],

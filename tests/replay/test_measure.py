@@ -1,4 +1,4 @@
-"""Percentiles, pooled acceptance and hit shares, by hand-made records."""
+"""Percentiles, pooled acceptance and hit shares of hand-made records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def record(place: int = 0, **fields: object) -> TurnRecord:
     return TurnRecord(session_id="s", turn=place, delay_kind="none", due=0.0, sent=0.0, **fields)  # type: ignore[arg-type]
 
 
-def test_percentiles_are_interpolated_between_the_closest_ranks() -> None:
+def test_percentiles_interpolate_between_closest_ranks() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         values = [rng.expovariate(1) for _ in range(rng.randrange(2, 40))]
@@ -25,7 +25,7 @@ def test_percentiles_are_interpolated_between_the_closest_ranks() -> None:
         assert (of.p50, of.p90, of.p99) == pytest.approx((cuts[49], cuts[89], cuts[98])), f"seed {seed}"
 
 
-def test_a_distribution() -> None:
+def test_distribution_of_values() -> None:
     values = [3.0, 1.0, 2.0, 10.0]
     of = Distribution.of(values)
     assert (of.count, of.mean, of.p50, of.largest) == (4, statistics.mean(values), 2.5, 10.0)
@@ -33,18 +33,17 @@ def test_a_distribution() -> None:
     assert Distribution.of([4.0]).p99 == 4.0
 
 
-def test_time_per_token_leaves_the_first_event_out() -> None:
+def test_time_per_token_excludes_the_first_event() -> None:
     assert record(tokens=[(1.0, 3), (1.5, 2), (2.0, 2)], completion_tokens=7).time_per_token == pytest.approx(0.25)
     assert record(tokens=[(1.0, 1), (2.0, 1)]).time_per_token == pytest.approx(1.0)  # no usage: events count
     assert record(tokens=[(1.0, 4)], completion_tokens=4).time_per_token is None
     assert (
         record(tokens=[(1.0, 4), (1.1, 1)], completion_tokens=4).time_per_token is None
-    )  # nothing came after the first event
+    )  # no tokens after the first event
 
 
-def test_interactivity_inverts_the_percentile_of_time_by_token() -> None:
-    """1 / P90 of the ratios: neither a percentile of rates nor a ratio of percentiles. Turns without output have no
-    ratio."""
+def test_interactivity_is_the_inverse_p90_of_time_per_token() -> None:
+    """1 / P90 of the ratios, not a percentile of rates or a ratio of percentiles. Turns without output are excluded."""
     rng = random.Random(7)
     turns = [record(end=rng.uniform(0.1, 9), completion_tokens=rng.randrange(1, 500)) for _ in range(30)]
     ratios = [turn.end / (turn.completion_tokens or 1) for turn in turns]
@@ -58,7 +57,7 @@ def test_interactivity_inverts_the_percentile_of_time_by_token() -> None:
     assert summary.normalized_latency.count == 30
 
 
-def test_first_tokens_of_sessions_openings_stand_apart() -> None:
+def test_first_turns_have_a_separate_time_to_first_token() -> None:
     turns = [record(place, tokens=[(float(first), 1)], end=float(first)) for place, first in enumerate((9, 1, 2))]
     summary = summarize([SessionRecord(session_id="s", group=None, num_planned=3, turns=turns)], wall=9.0)
     assert (summary.first_token_of_first_turns.count, summary.first_token_of_first_turns.p50) == (1, 9.0)
@@ -66,7 +65,7 @@ def test_first_tokens_of_sessions_openings_stand_apart() -> None:
     assert [column.latency.p50 for column in summary.by_turn] == [9.0, 1.0, 2.0]
 
 
-def test_rates_of_a_gpu_need_their_number_and_the_tokens() -> None:
+def test_rates_per_gpu_need_gpu_and_token_counts() -> None:
     def rates(num_gpus: int | None, **fields: int) -> tuple[float | None, float | None]:
         turns = [record(end=1.0, **fields)]
         summary = summarize(
@@ -80,7 +79,7 @@ def test_rates_of_a_gpu_need_their_number_and_the_tokens() -> None:
     assert rates(4) == (None, None)
 
 
-def test_hits_pool_tokens_over_the_turns_that_report_them() -> None:
+def test_hit_share_pools_tokens_of_reporting_turns() -> None:
     pooled = hits(
         [
             record(prompt_tokens=100, cached_tokens=50),
@@ -108,10 +107,10 @@ def test_acceptance_pools_counts_not_rates() -> None:
     assert summary.emitted_per_step == pytest.approx(1 + 12 / 40)
     assert summary.draft_acceptance == pytest.approx(12 / 45)
     assert summary.acceptance_by_position == pytest.approx([10 / 40, 2 / 5])
-    assert first.drafted_by_position == [10, 5]  # the records are not the pool
+    assert first.drafted_by_position == [10, 5]  # summing must not change the records
 
 
-def test_columns_go_by_place_and_failures_stay_out() -> None:
+def test_turn_columns_exclude_failures() -> None:
     good = SessionRecord(session_id="a", group=None, num_planned=2)
     good.turns = [
         record(0, tokens=[(1.0, 1)], prompt_tokens=10, cached_tokens=0),
@@ -131,7 +130,7 @@ def test_columns_go_by_place_and_failures_stay_out() -> None:
     assert summary.errors == [("gone", 1)]
 
 
-def test_nothing_at_all_is_no_error() -> None:
+def test_empty_run_has_a_summary() -> None:
     summary = summarize([], wall=0.0)
     assert (summary.output_rate, summary.hits.share, summary.acceptance_by_position) == (None, None, [])
     assert (summary.interactivity, summary.latency.p50, summary.first_token_of_later_turns.p99) == (None, None, None)

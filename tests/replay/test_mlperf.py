@@ -1,4 +1,4 @@
-"""MLPerf Endpoints' agentic conversations as replay files, and the salts that it asks for."""
+"""Import of MLPerf Endpoints' agentic conversations, and its salts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def shape(turn: Turn) -> tuple[Any, ...]:
     )
 
 
-def test_rows_become_sessions(tmp_path: Path) -> None:
+def test_mlperf_rows_become_sessions(tmp_path: Path) -> None:
     file = convert(tmp_path, ROWS)
     first, second = file.sessions
     assert [session.session_id for session in file.sessions] == ["c1", "c2"]
@@ -110,8 +110,8 @@ def test_rows_become_sessions(tmp_path: Path) -> None:
     assert [turn.recorded_message is not None for turn in second.turns] == [True, False]
 
 
-def test_rows_replay(tmp_path: Path) -> None:
-    """Each request holds the recorded history with its reasoning, and waits as long as the row says."""
+def test_mlperf_rows_are_replayed_with_history_and_waits(tmp_path: Path) -> None:
+    """Each request contains the recorded history with reasoning, and waits as recorded."""
     file, server = convert(tmp_path, ROWS), FakeServer(owner="agentspec")
 
     async def main() -> Report:
@@ -161,13 +161,15 @@ def test_rows_replay(tmp_path: Path) -> None:
         ([], 1, "no conversations"),
     ],
 )
-def test_what_is_no_such_file_is_named(tmp_path: Path, rows: list[dict[str, Any]], line: int, reason: str) -> None:
+def test_invalid_mlperf_file_error_names_line_and_field(
+    tmp_path: Path, rows: list[dict[str, Any]], line: int, reason: str
+) -> None:
     with pytest.raises(ReplayFileError, match=re.escape(reason)) as caught:
         convert(tmp_path, rows)
     assert f":{line}:" in str(caught.value)
 
 
-def test_the_public_sample(tmp_path: Path) -> None:
+def test_mlperf_public_sample_is_imported(tmp_path: Path) -> None:
     path = DATA / "mlperf_agentic.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"{path} is not there; AGENTSPEC_SHARED_DATA names the folder")
@@ -225,7 +227,7 @@ def test_salts_before_the_first_user_message() -> None:
     assert all(one != other for one, other in pairwise(session[-1] for session in changed))
 
 
-def test_subagents_have_their_agents_salts_and_forks_none() -> None:
+def test_subagents_use_their_agents_salts_and_forks_none() -> None:
     parents = {
         "b": Parent(session_id="a", turn=0),
         "c": Parent(session_id="b", turn=0),
@@ -239,7 +241,7 @@ def test_subagents_have_their_agents_salts_and_forks_none() -> None:
     assert found[3:] == ["U"]
 
 
-def test_sessions_without_a_place_for_a_salt_are_named() -> None:
+def test_session_without_a_place_for_salt_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'s0': it has no system message"):
         salted(chats(1, 1), ReplayOptions(salt="system"))
     with pytest.raises(ConfigError, match="'s': a prompt of token runs has no text to salt"):

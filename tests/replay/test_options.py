@@ -1,4 +1,4 @@
-"""Flags become options, or an error that names the flag and its value."""
+"""Flags become options, or errors that name flag and value."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def parse(*flags: str) -> ReplayOptions:
     return ReplayOptions.from_args(parser.parse_args(["file.jsonl", *flags]), seed=3)
 
 
-def test_defaults() -> None:
+def test_default_options() -> None:
     options = parse()
     assert options == ReplayOptions(seed=3)
     assert options.lanes == 4
     assert parse("--warmup", "10") == ReplayOptions(warmup=10, seed=3)
 
 
-def test_every_flag_arrives() -> None:
+def test_every_flag_sets_its_option() -> None:
     options = parse(
         *(
             "--concurrency",
@@ -82,7 +82,7 @@ def test_every_flag_arrives() -> None:
     )
 
 
-def test_sessions_that_arrive_by_themselves_have_no_limit() -> None:
+def test_open_loop_has_no_concurrency_limit() -> None:
     assert parse("--arrival", "trace").lanes is None
     assert parse("--arrival", "trace", "--concurrency", "2").lanes == 2
 
@@ -120,11 +120,11 @@ def test_sessions_that_arrive_by_themselves_have_no_limit() -> None:
         (("--api-key", "secret"), "api_key", "(hidden)"),
     ],
 )
-def test_refuses_by_name(flags: tuple[str, ...], field: str, value: object) -> None:
+def test_invalid_flag_error_names_flag_and_value(flags: tuple[str, ...], field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*flags)
     assert (caught.value.field, caught.value.value) == (field, value)
 
 
-def test_settings_hold_no_key() -> None:
+def test_settings_exclude_the_api_key() -> None:
     assert "secret" not in str(parse("--base-url", "http://h", "--api-key", "secret").settings())

@@ -1,4 +1,4 @@
-"""The HTML page: well-formed, self-contained, and honest about what is missing or forced."""
+"""The HTML page: well-formed, self-contained, with missing and forced values labelled."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def parse(page: str) -> ElementTree.Element:
         "empty with bounds",
     ],
 )
-def test_is_well_formed_and_loads_nothing(report: Report) -> None:
+def test_page_is_well_formed_and_self_contained(report: Report) -> None:
     page = render_page(report)
     root = parse(page)
     assert root.tag == "html"
@@ -104,7 +104,7 @@ def test_is_well_formed_and_loads_nothing(report: Report) -> None:
     assert "nan" not in re.sub(r">[^<]*<", "><", page).lower()
 
 
-def test_shows_the_figures() -> None:
+def test_page_shows_the_figures() -> None:
     page = render_page(make_report())
     text = " ".join(parse(page).itertext())
     assert "model <x>" in text
@@ -113,8 +113,8 @@ def test_shows_the_figures() -> None:
     assert len(list(parse(page).iter("svg"))) == 5
 
 
-def test_turns_over_a_bound_are_marked() -> None:
-    """Of three turns a session, all have their first token after 200 ms and the last after 500."""
+def test_page_marks_turns_over_a_bound() -> None:
+    """All turns have their first token after 200 ms and the last after 500 ms."""
     page = render_page(make_report(2, 3, fails=True, slo="turn=1s,ttft=150ms"))
     text = " ".join(parse(page).itertext())
     assert page.count('class="dot over"') == 5
@@ -131,7 +131,7 @@ def test_turns_over_a_bound_are_marked() -> None:
     assert not re.search('class="(dot|wait|stream) over"', within)
 
 
-def test_failures_and_missing_figures_are_named() -> None:
+def test_page_names_failures_and_missing_figures() -> None:
     text = " ".join(parse(render_page(make_report(fails=True))).itertext())
     assert "server said <no>" in text
     text = " ".join(parse(render_page(make_report(reports=False))).itertext())
@@ -139,20 +139,20 @@ def test_failures_and_missing_figures_are_named() -> None:
     assert "not reported" in text
 
 
-def test_forced_acceptance_stands_on_top() -> None:
+def test_page_shows_forced_acceptance_at_the_top() -> None:
     page = render_page(make_report(forced=True))
     assert page.index("FORCED ACCEPTANCE") < page.index('class="cards"')
     assert "FORCED to set rates" in page
     assert "FORCED" not in render_page(make_report())
 
 
-def test_writes_a_file(tmp_path: Path) -> None:
+def test_page_is_written_to_a_file(tmp_path: Path) -> None:
     write_page(make_report(), str(tmp_path / "r.html"))
     parse((tmp_path / "r.html").read_text(encoding="utf-8"))
 
 
-def test_a_phone_shows_all_of_it(browser: Any, tmp_path: Path) -> None:
-    """Nothing makes the page wider than the screen, and no text of a plot is too small to read."""
+def test_page_fits_a_phone_screen(browser: Any, tmp_path: Path) -> None:
+    """Nothing is wider than the screen, and all plot text is large enough to read."""
     report = make_report(12, 14, fails=True, slo="turn=1s,ttft=150ms")
     report.settings["a setting with a long value"] = "x" * 200
     write_page(report, str(tmp_path / "r.html"))
@@ -162,7 +162,8 @@ def test_a_phone_shows_all_of_it(browser: Any, tmp_path: Path) -> None:
     sizes = tab.evaluate(
         """() => [...document.querySelectorAll("svg text")].map((text) => {
             const plot = text.ownerSVGElement;
-            return parseFloat(getComputedStyle(text).fontSize) * plot.getBoundingClientRect().width / plot.viewBox.baseVal.width;
+            const scale = plot.getBoundingClientRect().width / plot.viewBox.baseVal.width;
+            return parseFloat(getComputedStyle(text).fontSize) * scale;
         })"""
     )
     assert min(sizes) >= 9
@@ -170,7 +171,7 @@ def test_a_phone_shows_all_of_it(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("high", [1e-6, 0.3, 1.0, 7.0, 99.0, 100.0, 12345.0])
-def test_ticks_are_round_and_inside(high: float) -> None:
+def test_ticks_are_round_and_within_range(high: float) -> None:
     marks = plots.ticks(high)
     assert marks[0] == 0
     assert marks[-1] <= high * (1 + 1e-9)

@@ -1,5 +1,4 @@
-"""Rendered token streams: incremental equals from scratch, history per template mode, breakpoints where they belong,
-known ideals."""
+"""Rendered token streams: incremental rendering, history per template mode, breakpoints, known ideal hit shares."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ DATA = Path(os.environ.get("AGENTSPEC_SHARED_DATA", Path(__file__).parents[2].pa
 
 
 class Characters:
-    """An encoder that can be read back."""
+    """An encoder whose ids can be decoded."""
 
     name = "characters"
 
@@ -62,8 +61,8 @@ CALL = f"<tool_call>\n<function=lookup>\n{PARAMETERS}</function>\n</tool_call>"
 OPENING = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def test_arguments_that_are_no_object_are_rendered_as_they_are() -> None:
-    """In place of the parameters, as the server shows them; without any, the call has none."""
+def test_non_object_arguments_are_rendered_as_raw_text() -> None:
+    """In place of the parameters, as in the server; empty arguments mean no parameters."""
     texts = ['{"key": "x', "[1]", '{"key": "\\ud800"}', " "]
     calls = called(*((f"c{index}", "lookup", arguments) for index, arguments in enumerate(texts)))
     answer, _ = render(
@@ -76,7 +75,7 @@ def test_arguments_that_are_no_object_are_rendered_as_they_are() -> None:
     assert text(answer.output_ids) == expected + "<|im_end|>"
 
 
-def test_a_session_as_text() -> None:
+def test_session_renders_to_the_expected_text() -> None:
     first, second, third = render(LOOP)
     assert text(first.prompt_ids).startswith("<|im_start|>system\n# Tools")
     assert '"name": "lookup"' in text(first.prompt_ids)
@@ -85,19 +84,20 @@ def test_a_session_as_text() -> None:
     added = f"\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n{OPENING}"
     assert text(second.prompt_ids) == text(first.prompt_ids) + text(first.output_ids) + added
     assert text(second.output_ids) == "so it is<|im_end|>"
-    history = f"<|im_start|>assistant\nhm\n\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    history = f"<|im_start|>assistant\nhm\n\n{CALL}<|im_end|>\n"
+    history += "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
     history += "<|im_start|>assistant\nso it is<|im_end|>\n"
     before = text(first.prompt_ids).removesuffix(OPENING)
     assert text(third.prompt_ids) == f"{before}{history}<|im_start|>user\nsecond<|im_end|>\n{OPENING}"
 
 
-def test_a_stable_template_only_appends() -> None:
+def test_stable_template_only_appends() -> None:
     turns = render(LOOP, "stable")
     for before, after in pairwise(turns):
         assert text(after.prompt_ids).startswith(text(before.prompt_ids) + text(before.output_ids) + "\n")
 
 
-def test_breakpoints_stand_after_the_system_block_and_the_last_query() -> None:
+def test_breakpoints_after_system_block_and_last_query() -> None:
     for mode in ("qwen35", "stable"):
         for place, rendered in enumerate(render(LOOP, mode)):
             start, query = rendered.breakpoints
@@ -109,13 +109,13 @@ def test_breakpoints_stand_after_the_system_block_and_the_last_query() -> None:
             )
 
 
-def test_without_system_and_tools_only_the_query_is_marked() -> None:
+def test_only_query_breakpoint_without_system_and_tools() -> None:
     [rendered] = render(Session(session_id="s", turns=[turn(user("q"), expect=said())]))
     assert [point.kind for point in rendered.breakpoints] == [CheckpointKind.USER]
     assert text(rendered.prompt_ids) == f"<|im_start|>user\nq<|im_end|>\n{OPENING}"
 
 
-def test_a_session_that_thinks() -> None:
+def test_session_with_reasoning() -> None:
     turns = [
         turn(user("q"), expect=said("a", reasoning=" hm ")),
         turn(result("r"), expect=said("b")),
@@ -129,7 +129,7 @@ def test_a_session_that_thinks() -> None:
     assert "<think>" not in text(third.prompt_ids).removesuffix("<think>\n")
 
 
-def test_a_wrapped_result_is_no_query_and_parts_are_joined() -> None:
+def test_wrapped_result_is_not_a_query_and_parts_are_joined() -> None:
     wrapped = InputMessage(role="user", content=[TextPart(text="<tool_response>x"), TextPart(text="</tool_response>")])
     turns = [turn(user("q"), expect=said("a")), turn(wrapped, expect=said("b"))]
     first, second = render(Session(session_id="s", turns=turns))
@@ -137,7 +137,7 @@ def test_a_wrapped_result_is_no_query_and_parts_are_joined() -> None:
     assert second.breakpoints == first.breakpoints
 
 
-def test_results_share_a_block_and_a_last_turn_needs_no_answer() -> None:
+def test_results_share_a_block_and_last_turn_needs_no_answer() -> None:
     turns = [turn(user("q"), expect=said("a")), turn(result("1"), result("2"), user("and?"))]
     _, second = render(Session(session_id="s", turns=turns))
     both = "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
@@ -145,12 +145,12 @@ def test_results_share_a_block_and_a_last_turn_needs_no_answer() -> None:
     assert not second.output_ids
 
 
-def test_an_answer_that_is_missing_is_named() -> None:
+def test_missing_answer_error_names_the_turn() -> None:
     with pytest.raises(ConfigError, match=r"turns\[0\].expect.message"):
         render(Session(session_id="s", turns=[turn(user("q")), turn(user("n"))]))
 
 
-def test_token_runs_keep_equal_prefixes() -> None:
+def test_token_runs_with_equal_hashes_have_equal_prefixes() -> None:
     first, second = render(
         Session(session_id="s", turns=[runs(20, [1, 2, 3]), runs(30, [1, 2, 4, 5], output_tokens=9)])
     )
@@ -159,9 +159,9 @@ def test_token_runs_keep_equal_prefixes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["qwen35", "stable"])
-def test_incremental_equals_from_scratch(mode: Any) -> None:
-    """Rendering a session cut after turn n gives the same n turns: nothing depends on what comes later or was rendered
-    before."""
+def test_incremental_rendering_equals_rendering_from_scratch(mode: Any) -> None:
+    """Rendering the first n turns gives the same turns as rendering all: later turns and earlier renders have no
+    effect."""
     for seed in range(30):
         session = random_session(random.Random(seed))
         file = replay_file(session)
@@ -195,7 +195,7 @@ def random_session(rng: random.Random) -> Session:
     return Session(session_id="s", turns=turns)
 
 
-def test_regex_pieces_lose_nothing_and_repeat() -> None:
+def test_regex_piece_encoder_is_lossless_and_deterministic() -> None:
     encoder = RegexPieces()
     sample = "def f(x):\n    return x**2  # ünïcode, 12345, snake_case, <|im_end|></think>\t\u4e2d\u6587"
     assert encoder.encode(sample) == RegexPieces().encode(sample)
@@ -205,7 +205,7 @@ def test_regex_pieces_lose_nothing_and_repeat() -> None:
         assert len(encoder.encode(character)) == 1, repr(character)
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         find_encoder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -220,11 +220,11 @@ IDEALS = [
     ("bfcl_multi_turn", "stable", 635, 0.9771),
     ("miniswe_deepseek", "stable", 4461, 0.9888),
 ]
-"""With regex-pieces. Qwen's 151k BPE gives 94.58, 97.49, 96.79, 97.59 and 98.85 %."""
+"""For RegexPieces. Qwen's 151k BPE gives 94.58, 97.49, 96.79, 97.59 and 98.85 %."""
 
 
 @pytest.mark.parametrize(("name", "mode", "num_requests", "ideal_share"), IDEALS)
-def test_ideals_of_recorded_sessions(name: str, mode: Any, num_requests: int, ideal_share: float) -> None:
+def test_ideal_hit_shares_of_recorded_sessions(name: str, mode: Any, num_requests: int, ideal_share: float) -> None:
     path = DATA / f"{name}.replay.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"{path} is not there; AGENTSPEC_SHARED_DATA names the folder")
@@ -234,7 +234,7 @@ def test_ideals_of_recorded_sessions(name: str, mode: Any, num_requests: int, id
     for session in file.sessions:
         for rendered in renderer.turns(file, session):
             prompt_tokens += len(rendered.prompt_ids)
-            hit_tokens += ideal.request(rendered.prompt_ids, rendered.output_ids)
+            hit_tokens += ideal.match_and_insert(rendered.prompt_ids, rendered.output_ids)
             requests += 1
     assert requests == num_requests
     assert hit_tokens / prompt_tokens == pytest.approx(ideal_share, abs=5e-5)

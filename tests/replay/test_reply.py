@@ -1,4 +1,4 @@
-"""Streams of several servers' making, assembled."""
+"""Assembly of streams from several kinds of servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def collect_parts(*parts: bytes) -> list[dict[str, Any]]:
 def take(*events: dict[str, Any]) -> Reply:
     reply = Reply()
     for event in events:
-        reply.add(event)
+        reply.add_event(event)
     return reply
 
 
@@ -44,7 +44,7 @@ def test_events_end_at_done_and_comments_are_skipped() -> None:
     ) == [{"a": 1}, {"b": 2}]
 
 
-def test_a_last_event_without_a_blank_line_counts() -> None:
+def test_last_event_without_a_blank_line_is_read() -> None:
     assert collect('data: {"a": 1}') == [{"a": 1}]
     assert collect("data: [DONE]") == []
     assert collect_parts(b'data: {"a": 1}') == [{"a": 1}]
@@ -52,7 +52,7 @@ def test_a_last_event_without_a_blank_line_counts() -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_stream_may_be_cut_anywhere(end: str) -> None:
+def test_stream_may_be_split_anywhere(end: str) -> None:
     stream = end.join(
         ('data: {"a": "é\u2028\x85"}', "", ": ping", 'data: {"b":', "data: 2}", "", "data: [DONE]", "", "data: 3", "")
     ).encode()
@@ -63,7 +63,7 @@ def test_a_stream_may_be_cut_anywhere(end: str) -> None:
         assert collect_parts(stream[:place], stream[place:]) == expected
 
 
-def test_what_other_servers_take_for_json_is_read() -> None:
+def test_lenient_json_of_other_servers_is_read() -> None:
     (first, second, third) = collect_parts(
         b'data: {"a": -Infinity}\n\ndata: {"a": "\\ud83d"}\n\ndata: {"a": "\xff"}\n\n'
     )
@@ -73,19 +73,19 @@ def test_what_other_servers_take_for_json_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"), [("{", "an event that is not JSON: '{'"), ("[1]", "an event that is no object: '[1]'")]
 )
-def test_what_is_no_event_is_shown(text: str, reason: str) -> None:
+def test_invalid_event_is_shown_in_the_error(text: str, reason: str) -> None:
     with pytest.raises(ServerError) as caught:
         collect(f"data: {text}", "")
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [{"error": {"message": "no"}}, {"error": "no"}])
-def test_an_error_event_is_raised(error: dict[str, Any]) -> None:
+def test_error_event_raises_server_error(error: dict[str, Any]) -> None:
     with pytest.raises(ServerError, match=r"^no$"):
         collect(f"data: {json.dumps(error)}", "")
 
 
-def test_a_call_is_put_together_from_its_pieces() -> None:
+def test_tool_call_is_assembled_from_deltas() -> None:
     reply = take(
         delta(content="so "),
         delta(content="be it"),
@@ -109,7 +109,7 @@ def test_a_call_is_put_together_from_its_pieces() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_goes_back_under_the_name_it_came_with(name: str) -> None:
+def test_reasoning_keeps_its_field_name(name: str) -> None:
     assert take(delta(**{name: "hm"}), delta(content="x")).message() == {
         "role": "assistant",
         "content": "x",
@@ -117,33 +117,33 @@ def test_reasoning_goes_back_under_the_name_it_came_with(name: str) -> None:
     }
 
 
-def test_what_an_event_shows() -> None:
+def test_tokens_of_an_event() -> None:
     reply = Reply()
-    assert reply.add(delta(role="assistant", content="")) == 0
-    assert reply.add(delta(content="word")) == 1
-    assert reply.add({"choices": [{"text": "w"}], "usage": {"prompt_tokens": 1, "completion_tokens": 9}}) == 1
-    assert reply.add({"choices": [], "usage": {"prompt_tokens": 1}}) == 0
+    assert reply.add_event(delta(role="assistant", content="")) == 0
+    assert reply.add_event(delta(content="word")) == 1
+    assert reply.add_event({"choices": [{"text": "w"}], "usage": {"prompt_tokens": 1, "completion_tokens": 9}}) == 1
+    assert reply.add_event({"choices": [], "usage": {"prompt_tokens": 1}}) == 0
 
 
-def test_what_an_event_shows_where_tokens_are_counted() -> None:
+def test_tokens_of_an_event_with_running_usage() -> None:
     reply = Reply(counts_so_far=True)
 
     def shown(delta: dict[str, Any], tokens: int, index: int = 0) -> int:
-        return reply.add(
+        return reply.add_event(
             {"choices": [{"index": index, "delta": delta}], "usage": {"prompt_tokens": 5, "completion_tokens": tokens}}
         )
 
     assert shown({"role": "assistant", "content": ""}, 0) == 0
     assert shown({"content": "some words"}, 3) == 3
-    assert shown({}, 4) == 1  # text held back, token there
+    assert shown({}, 4) == 1  # a token without text, which is held back
     assert shown({"content": "x"}, 2, index=1) == 2
     assert shown({"content": "held back"}, 4) == 0
     assert reply.completion_tokens is None, "not a word about the whole answer"
-    assert reply.add({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6}}) == 0
+    assert reply.add_event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6}}) == 0
     assert [reply.prompt_tokens, reply.completion_tokens] == [5, 6]
 
 
-def test_counters_in_agentspecs_shape() -> None:
+def test_agentspec_speculation_counters() -> None:
     mtp = {"drafted_by_position": [10, 6], "accepted_by_position": [8, 3]}
     suffix = {"drafted_by_position": [1, 1, 1], "accepted_by_position": [1, 1, 0]}
     counters = {
@@ -159,7 +159,7 @@ def test_counters_in_agentspecs_shape() -> None:
     assert not reply.forced_acceptance
 
 
-def test_counters_in_vllms_shape_have_no_positions() -> None:
+def test_vllm_speculation_counters_have_no_positions() -> None:
     counters = {
         "num_spec_steps": 4,
         "num_draft_tokens": 8,
@@ -170,6 +170,6 @@ def test_counters_in_vllms_shape_have_no_positions() -> None:
     assert reply.speculation == Speculation(num_steps=4, num_drafted=8, num_accepted=5)
 
 
-def test_absent_details_stay_absent() -> None:
+def test_unreported_values_stay_none() -> None:
     reply = take({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}})
     assert (reply.prompt_tokens, reply.completion_tokens, reply.cached_tokens, reply.speculation) == (5, 2, None, None)

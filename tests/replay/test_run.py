@@ -1,4 +1,4 @@
-"""Whole replays against a scripted server on a virtual clock: what is sent, when, and what is measured of it."""
+"""Whole replays against a scripted server on a virtual clock: requests, their times, and the measurements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replay(
     return report
 
 
-def test_one_turn_is_asked_for_and_measured() -> None:
+def test_single_turn_is_sent_and_measured() -> None:
     server = FakeServer(lambda body: Answer(texts="abcd", wait=0.5, gap=0.1, usage=usage(100, 4, 64)))
     session = Session(
         session_id="s/ü", turns=[turn(system(), user("hi"), max_tokens=9, extra={"top_p": 0.5})], toolset="desk"
@@ -76,9 +76,9 @@ def test_one_turn_is_asked_for_and_measured() -> None:
 
 
 @pytest.mark.parametrize("owner", ["agentspec", "somebody"])
-def test_recorded_arguments_that_are_no_object_replay(owner: str, tmp_path: Path) -> None:
-    """As they are to our server; as `{}` to others, which refuse such a history. The rest of the request is the
-    same."""
+def test_non_object_recorded_arguments_are_replayed(owner: str, tmp_path: Path) -> None:
+    """Unchanged to agentspec; as `{}` to other servers, which reject such a history. The rest of the request is
+    equal."""
     texts = ['{"key": "x', "[1]", "", '{"key": 1}']
     first = turn(user(), expect=called(*((f"c{index}", "lookup", text) for index, text in enumerate(texts)), text="hm"))
     results = [result("no", f"c{index}") for index in range(len(texts))]
@@ -96,7 +96,7 @@ def test_recorded_arguments_that_are_no_object_replay(owner: str, tmp_path: Path
         assert sent == (texts if owner == "agentspec" else ["{}", "{}", "{}", '{"key": 1}'])
 
 
-def test_counts_in_every_chunk_are_asked_for_from_agentspec_only() -> None:
+def test_running_usage_is_requested_from_agentspec_only() -> None:
     for owner, per_event in (("agentspec", 2), ("somebody", 1)):
         server = FakeServer(lambda body: Answer(texts=("aa", "bb"), gap=0.2, usage=usage(9, 4)), owner=owner)
         report = replay(chats(1, 1), server)
@@ -106,7 +106,7 @@ def test_counts_in_every_chunk_are_asked_for_from_agentspec_only() -> None:
         assert record.time_per_token == pytest.approx(0.2 / (4 - per_event))
 
 
-def test_recorded_history_sends_what_was_recorded() -> None:
+def test_recorded_history_sends_recorded_answers() -> None:
     server = FakeServer(lambda body: Answer(calls=[("live", "lookup", "{}")]))
     session = Session(
         session_id="s",
@@ -131,7 +131,7 @@ def test_recorded_history_sends_what_was_recorded() -> None:
     ]
 
 
-def test_live_history_sends_the_answers_and_gives_results_their_ids() -> None:
+def test_live_history_sends_live_answers_and_call_ids() -> None:
     server = FakeServer(
         lambda body: (
             Answer(texts=["see"], calls=[("live-1", "f", '{"a": 1}'), ("live-2", "g", "{}")])
@@ -169,7 +169,7 @@ def test_live_history_sends_the_answers_and_gives_results_their_ids() -> None:
     ],
     ids=["no call", "too many calls", "cut arguments"],
 )
-def test_a_live_answer_that_does_not_fit_gives_way_to_the_recorded_one(answer: Answer) -> None:
+def test_mismatched_live_answer_is_replaced_by_the_recorded_one(answer: Answer) -> None:
     server = FakeServer(lambda body: answer)
     session = Session(
         session_id="s", turns=[turn(user(), expect=called(("c1", "f", {}))), turn(result("42", "c1"), expect=said())]
@@ -182,7 +182,7 @@ def test_a_live_answer_that_does_not_fit_gives_way_to_the_recorded_one(answer: A
     assert "1 after a recorded answer" in report.table()
 
 
-def test_without_a_recorded_answer_the_session_fails_and_says_why() -> None:
+def test_mismatch_without_recorded_answer_fails_the_session() -> None:
     session = Session(session_id="s", turns=[turn(user()), turn(result("42"))])
     report = replay(replay_file(session), FakeServer(lambda body: Answer(texts=["no call"])))
     assert report.sessions[0].error is not None
@@ -190,7 +190,7 @@ def test_without_a_recorded_answer_the_session_fails_and_says_why() -> None:
     assert report.has_failures
 
 
-def test_results_without_ids_take_the_live_ids_in_order() -> None:
+def test_results_without_ids_get_live_ids_in_order() -> None:
     server = FakeServer(
         lambda body: Answer(calls=[("x", "f", "{}"), ("y", "f", "{}")]) if len(body["messages"]) == 1 else Answer()
     )
@@ -198,7 +198,7 @@ def test_results_without_ids_take_the_live_ids_in_order() -> None:
     assert [message["tool_call_id"] for message in server.requests[1].body["messages"][2:]] == ["x", "y"]
 
 
-def test_token_runs_go_to_completions_as_ids_with_equal_prefixes() -> None:
+def test_token_runs_are_sent_as_ids_to_completions() -> None:
     server = FakeServer()
     replay(
         replay_file(Session(session_id="s", turns=[runs(20, [7, 8, 9]), runs(26, [7, 8, 3, 4])])),
@@ -224,7 +224,7 @@ def test_output_length_fixes_the_number_of_tokens() -> None:
     assert (server.requests[0].body["max_tokens"], server.requests[0].body["ignore_eos"]) == (17, True)
 
 
-def test_waits_count_from_the_last_token_and_late_sends_are_lag() -> None:
+def test_waits_start_at_the_last_token_and_delay_is_lag() -> None:
     report = replay(chats(1, 3, delay_ms=2000))
     turns = report.sessions[0].turns
     assert [round(record.sent, 3) for record in turns] == [0.0, 2.7, 5.4]  # an answer takes 0.7 s
@@ -237,7 +237,7 @@ def test_waits_are_scaled(scale: float, second: float) -> None:
     assert report.sessions[0].turns[1].sent == pytest.approx(second)
 
 
-def test_a_closed_loop_keeps_its_lanes_full_and_a_session_in_one_piece() -> None:
+def test_closed_loop_keeps_its_lanes_busy() -> None:
     server = FakeServer()
     report = replay(chats(5, 2), server, concurrency=2)
     starts = {session.session_id: session.turns[0].sent for session in report.sessions}
@@ -247,7 +247,7 @@ def test_a_closed_loop_keeps_its_lanes_full_and_a_session_in_one_piece() -> None
     assert report.summary.wall == pytest.approx(4.2)
 
 
-def test_a_trace_starts_sessions_at_their_times() -> None:
+def test_trace_arrivals_start_sessions_at_start_ms() -> None:
     file = replay_file(
         *(Session(session_id=f"s{index}", start_ms=1000 + 500 * index, turns=[turn(user())]) for index in range(4))
     )
@@ -256,7 +256,7 @@ def test_a_trace_starts_sessions_at_their_times() -> None:
     assert report.summary.lag.largest == pytest.approx(0)
 
 
-def test_a_limit_in_open_loop_shows_as_lag() -> None:
+def test_concurrency_limit_in_open_loop_shows_as_lag() -> None:
     file = replay_file(
         *(Session(session_id=f"s{index}", start_ms=100 * index, turns=[turn(user())]) for index in range(3))
     )
@@ -276,12 +276,12 @@ def test_poisson_arrivals_are_seeded() -> None:
     assert 2 < starts(1)[-1] < 12  # 19 gaps of 0.25 s on average
 
 
-def test_the_table_of_long_sessions_is_cut_and_says_so() -> None:
+def test_table_of_long_sessions_is_truncated_with_a_note() -> None:
     assert "and 5 later turns" in replay(chats(1, 20)).table()
     assert "listed by" not in replay(chats(1, 16)).table()
 
 
-def test_turn_times_first_tokens_and_bounds_in_table_and_json() -> None:
+def test_times_and_bounds_in_table_and_json() -> None:
     """Two sessions of two turns; the first turn of one of them is slow."""
     waits = iter([4.0, 1.0, 0.5, 0.5])
     server = FakeServer(lambda body: Answer(texts="abcd", wait=next(waits), gap=0.1, usage=usage(100, 4, 64)))
@@ -324,7 +324,7 @@ def test_without_bounds_and_gpus_none_are_reported() -> None:
     assert not re.search("goodput|bound|GPU", report.table())
 
 
-def test_the_first_sessions_and_turns_only() -> None:
+def test_sessions_and_max_turns_limit_the_replay() -> None:
     server = FakeServer()
     report = replay(chats(5, 4), server, sessions=2, max_turns=3)
     assert (report.summary.num_sessions, report.summary.num_turns, len(server.requests)) == (2, 6, 6)
@@ -341,7 +341,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("answer", "reason"), FAILURES.values(), ids=FAILURES.keys())
-def test_a_failed_turn_ends_its_session_and_no_other(answer: Answer, reason: str) -> None:
+def test_failed_turn_ends_only_its_session(answer: Answer, reason: str) -> None:
     server = FakeServer(lambda body: answer if "1/1" in str(body["messages"][-1]) else Answer())
     report = replay(chats(3, 3), server, timeout=30.0)
     summary = report.summary
@@ -358,7 +358,7 @@ def test_a_failed_turn_ends_its_session_and_no_other(answer: Answer, reason: str
     assert reason in report.table()
 
 
-def test_a_broken_connection_is_a_failure_of_the_turn() -> None:
+def test_broken_connection_fails_the_turn() -> None:
     def break_off(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
@@ -371,7 +371,7 @@ def test_a_broken_connection_is_a_failure_of_the_turn() -> None:
     assert "connection failed: ConnectError: nobody there" in str(run(main()).sessions[0].error)
 
 
-def test_what_a_server_does_not_report_is_not_zero() -> None:
+def test_unreported_values_are_not_zero() -> None:
     report = replay(chats(2, 2), FakeServer(lambda body: Answer(usage=None)))
     summary = report.summary
     assert (summary.hits.share, summary.output_rate, summary.emitted_per_step, summary.prompt_tokens) == (
@@ -384,7 +384,7 @@ def test_what_a_server_does_not_report_is_not_zero() -> None:
     assert report.to_json()["summary"]["cached_tokens"] is None
 
 
-def test_forced_acceptance_is_labelled_everywhere() -> None:
+def test_forced_acceptance_is_labelled_in_every_format() -> None:
     stream = io.StringIO()
     server = FakeServer(
         lambda body: Answer(metrics=speculation(steps=10, drafted=[10, 8], accepted=[8, 4], forced=True))
@@ -395,7 +395,7 @@ def test_forced_acceptance_is_labelled_everywhere() -> None:
     assert "FORCED ACCEPTANCE" in stream.getvalue()
 
 
-def test_progress_is_a_line_every_few_seconds_in_a_log() -> None:
+def test_progress_in_a_log_is_a_line_every_few_seconds() -> None:
     stream = io.StringIO()
     replay(chats(1, 4, delay_ms=4000), progress=stream)
     lines = stream.getvalue().splitlines()
@@ -405,7 +405,7 @@ def test_progress_is_a_line_every_few_seconds_in_a_log() -> None:
     assert "\r" not in stream.getvalue()
 
 
-def test_on_a_terminal_one_line_is_rewritten() -> None:
+def test_progress_on_a_terminal_rewrites_one_line() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -416,7 +416,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert stream.getvalue().count("\r") >= 3
 
 
-def test_a_server_without_a_model_page_needs_a_name() -> None:
+def test_server_without_model_list_needs_a_model_name() -> None:
     server = FakeServer(has_models=False)
     assert replay(chats(1, 1), server, model="named").model == "named"
     with pytest.raises(TargetError, match="--served-model"):
@@ -440,16 +440,14 @@ REFUSED: dict[str, tuple[ReplayFile, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("file", "options", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_can_not_be_replayed_as_asked_is_refused_before_anything_is_sent(
-    file: ReplayFile, options: dict[str, Any], reason: str
-) -> None:
+def test_invalid_plan_is_rejected_before_any_request(file: ReplayFile, options: dict[str, Any], reason: str) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=reason):
         replay(file, server, **options)
     assert not server.requests
 
 
-def test_client_for_a_server_takes_the_url_with_or_without_v1() -> None:
+def test_base_url_with_or_without_v1() -> None:
     for url in ("http://host:8000", "http://host:8000/v1", "http://host:8000/v1/"):
         client = http_client(ReplayOptions(base_url=url, api_key="k"))
         assert str(client.base_url).rstrip("/") == "http://host:8000"

@@ -1,4 +1,4 @@
-"""The file format: what it takes, what it refuses and how clearly, and that saving keeps everything."""
+"""The file format: valid and invalid files, error messages, and lossless saving."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def changed(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> di
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets the value at a path of keys; the last argument is the value."""
+    """Return a change that sets the value at a path of keys; the last argument is the value."""
 
     def change(line: Any) -> None:
         *keys, last, value = path
@@ -75,7 +75,7 @@ def test_loads_meta_messages_and_token_runs(tmp_path: Path) -> None:
     assert file.sessions[1].turns[0].messages is None
 
 
-def test_notes_of_other_tools_are_read_over(tmp_path: Path) -> None:
+def test_notes_of_other_tools_are_ignored(tmp_path: Path) -> None:
     noted = changed(
         SESSION, lambda line: (put("x_note", {"any": 1})(line), put("turns", 0, "expect", "x_score", 3)(line))
     )
@@ -84,7 +84,7 @@ def test_notes_of_other_tools_are_read_over(tmp_path: Path) -> None:
     )
 
 
-def test_keys_of_tools_and_arguments_are_nobodys_notes(tmp_path: Path) -> None:
+def test_x_keys_in_tools_and_arguments_are_kept(tmp_path: Path) -> None:
     tool = copy.deepcopy(TOOL)
     tool["function"]["parameters"]["properties"] = {"x_axis": {"type": "string"}}  # type: ignore[index]
     file = load(write_lines(tmp_path / "a.jsonl", [META | {"toolsets": {"desk": [tool]}}, SESSION]))
@@ -102,7 +102,7 @@ def test_saving_keeps_everything_and_is_deterministic(tmp_path: Path, name: str)
     assert (tmp_path / name).read_bytes() == first
 
 
-def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
+def test_gzip_is_detected_by_content(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_bytes(gzip.compress(json.dumps(RUNS).encode()))
     assert len(load(tmp_path / "plain.jsonl").sessions) == 1
 
@@ -192,7 +192,7 @@ BAD: list[tuple[str, list[Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("lines", "line", "reason"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_refuses_naming_line_and_field(tmp_path: Path, lines: list[Any], line: int, reason: str) -> None:
+def test_invalid_file_error_names_line_and_field(tmp_path: Path, lines: list[Any], line: int, reason: str) -> None:
     path = write_lines(tmp_path / "bad.jsonl", lines)
     with pytest.raises(ReplayFileError) as caught:
         load(path)
@@ -201,12 +201,12 @@ def test_refuses_naming_line_and_field(tmp_path: Path, lines: list[Any], line: i
     assert reason in caught.value.reason, caught.value.reason
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_error(tmp_path: Path) -> None:
     with pytest.raises(ReplayFileError, match="No such file"):
         load(tmp_path / "none.jsonl")
 
 
-def test_a_gzip_file_that_is_cut(tmp_path: Path) -> None:
+def test_truncated_gzip_file_error(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(RUNS).encode())[:-12])
     with pytest.raises(ReplayFileError, match="can't be read"):
         load(tmp_path / "cut.gz")

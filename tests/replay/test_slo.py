@@ -1,4 +1,4 @@
-"""Bounds on a turn: what is read from the flags, which turns are over, and the goodput of a run."""
+"""Service level objectives: flags, turns that miss them, and the goodput of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentspec.replay.slo import Slo
 
 
 def record(*times: float, error: str | None = None) -> TurnRecord:
-    """A turn sent at 10 s, with a token at each of `times` after that."""
+    """Return a turn sent at 10 s, with a token at each of `times` after that."""
     tokens = [(10.0 + time, 1) for time in times]
     end = tokens[-1][0] if tokens else 10.0
     return TurnRecord(
@@ -18,7 +18,7 @@ def record(*times: float, error: str | None = None) -> TurnRecord:
     )
 
 
-def test_bounds_come_in_one_flag_or_several_in_seconds_or_milliseconds() -> None:
+def test_slo_flags_are_parsed() -> None:
     slo = Slo.parse(["turn=10, ttft=1500ms", "tpot=.05", "gap=0.25s"])
     assert slo.bounds == {"turn": 10.0, "ttft": 1.5, "tpot": 0.05, "gap": 0.25}
     assert str(slo) == "turn 10 s, ttft 1.5 s, tpot 50 ms, gap 250 ms"
@@ -40,13 +40,13 @@ def test_bounds_come_in_one_flag_or_several_in_seconds_or_milliseconds() -> None
         ("turn=10,turn=9", "turn=9", "two bounds"),
     ],
 )
-def test_refuses_by_name(flag: str, part: str, reason: str) -> None:
+def test_invalid_flag_error_names_flag_and_value(flag: str, part: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         Slo.parse([flag])
     assert (caught.value.field, caught.value.value) == ("slo", part)
 
 
-def test_a_turn_names_what_it_was_over() -> None:
+def test_missed_bounds_of_a_turn() -> None:
     slo = Slo.parse(["gap=0.5,turn=2,ttft=1,tpot=0.4"])
     assert slo.missed(record(0.5, 0.6)) == []
     assert slo.missed(record(1.0, 1.5, 1.5, 2.0)) == [], "on the bound is within it"

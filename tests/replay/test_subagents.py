@@ -1,4 +1,4 @@
-"""Sessions with a parent: when they start, who waits for them, what is left out with whom, and what can't be."""
+"""Subagents: start and join times, selection of sessions, failures, forks, and invalid parents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.replay.fakes import Answer, FakeServer, run
 from tests.replay.worlds import ask, live_session
 
 ANSWER = 0.7
-"""Seconds of a fake server's answer."""
+"""Duration of a fake server's answer in seconds."""
 
 
 def replay(
@@ -43,7 +43,7 @@ def replay(
 
 
 def chat(name: str, num_turns: int, *delays: float, parent: Parent | None = None, **fields: Any) -> Session:
-    """A script whose first turns wait `delays` seconds."""
+    """Return a recorded session whose first turns wait `delays` seconds."""
     waits = [*delays, *([0.0] * num_turns)]
     turns = [turn(user(f"{name}/{place}"), expect=said(), delay_ms=waits[place] * 1000) for place in range(num_turns)]
     return Session(session_id=name, turns=turns, parent=parent, **fields)
@@ -61,7 +61,7 @@ def sent(record: SessionRecord) -> list[float]:
     return [round(entry.sent, 6) for entry in record.turns]
 
 
-def test_a_subagent_starts_behind_a_turn_runs_beside_its_parent_and_is_waited_for() -> None:
+def test_subagent_runs_in_parallel_and_is_joined() -> None:
     file = replay_file(
         chat("main", 4, 0, 0, 0.5),
         chat("joined", 2, 1.0, parent=below("main", 0, 2)),
@@ -69,13 +69,13 @@ def test_a_subagent_starts_behind_a_turn_runs_beside_its_parent_and_is_waited_fo
     )
     report = replay(file)
     records = by_name(report)
-    assert sent(records["joined"]) == [1.7, 2.4]  # its first wait counts from the end of the parent's turn
+    assert sent(records["joined"]) == [1.7, 2.4]  # its first wait starts at the end of the parent's turn
     assert sent(records["main"]) == [
         0.0,
         0.7,
         3.6,
         4.3,
-    ]  # turn 1 waits for nobody, the wait of turn 2 counts from the subagent's end at 3.1
+    ]  # turn 1 joins no subagent; the wait of turn 2 starts at the subagent's end at 3.1
     assert sent(records["background"]) == [1.6]
     assert report.summary.lag.largest == pytest.approx(0)
     assert (report.summary.num_sessions, report.summary.num_subagents) == (3, 2)
@@ -88,7 +88,7 @@ def test_a_subagent_starts_behind_a_turn_runs_beside_its_parent_and_is_waited_fo
 
 
 def tree_of(rng: random.Random, number: int) -> list[Session]:
-    """An agent whose subagents may have some of their own, in any order of lines."""
+    """Return an agent with a random tree of subagents, in any order of lines."""
     sessions = [chat(f"a{number}", rng.randint(1, 5), *(rng.choice((0, 0.3, 2.0)) for _ in range(5)))]
     for index in range(rng.randint(0, 5)):
         above = rng.choice(sessions)
@@ -103,7 +103,7 @@ def tree_of(rng: random.Random, number: int) -> list[Session]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_tree_is_replayed_in_its_order(seed: int) -> None:
+def test_random_subagent_trees_respect_start_and_join_order(seed: int) -> None:
     print("seed", seed)
     rng = random.Random(seed)
     sessions = [session for number in range(4) for session in tree_of(rng, number)]
@@ -139,14 +139,14 @@ def test_any_tree_is_replayed_in_its_order(seed: int) -> None:
     assert report.summary.wall == pytest.approx(max(ends.values()))
 
 
-def test_a_lane_is_free_when_the_last_subagent_has_ended() -> None:
+def test_lane_is_free_after_the_last_subagent() -> None:
     file = replay_file(chat("one", 1), chat("one/slow", 3, 1.0, parent=below("one", 0)), chat("two", 1))
     report = replay(file, concurrency=1)
     assert sent(by_name(report)["two"]) == [pytest.approx(ANSWER + 1.0 + 3 * ANSWER)]
 
 
 @pytest.mark.parametrize("arrival", ["trace", "poisson"])
-def test_subagents_follow_their_parents_and_not_the_clock(arrival: str) -> None:
+def test_subagents_start_by_their_parent_in_open_loop(arrival: str) -> None:
     file = replay_file(
         chat("one", 2, start_ms=5000.0),
         chat("one/a", 1, parent=below("one", 0, 1), start_ms=9e9),
@@ -168,7 +168,7 @@ FAMILY = (
 )
 
 
-def test_a_failed_subagent_is_counted_and_its_parent_goes_on() -> None:
+def test_failed_subagent_does_not_end_its_parent() -> None:
     report = replay(replay_file(*FAMILY), failing("joined/0"))
     records = by_name(report)
     assert records["main"].error is None
@@ -178,7 +178,7 @@ def test_a_failed_subagent_is_counted_and_its_parent_goes_on() -> None:
     assert report.has_failures
 
 
-def test_a_failed_parent_takes_with_it_the_subagents_that_it_had_not_started() -> None:
+def test_failed_parent_fails_subagents_not_yet_started() -> None:
     report = replay(replay_file(*FAMILY), failing("main/1"))
     records = by_name(report)
     assert [records[name].error is None for name in ("main", "joined", "late", "late/own")] == [
@@ -202,16 +202,16 @@ def test_a_failed_parent_takes_with_it_the_subagents_that_it_had_not_started() -
         ({"max_turns": 2, "sessions": 1}, {"main": 2, "joined": 2, "late": 1, "late/own": 1}),
     ],
 )
-def test_what_is_left_out_takes_its_subagents_with_it(options: dict[str, Any], left: dict[str, int]) -> None:
+def test_excluded_sessions_exclude_their_subagents(options: dict[str, Any], left: dict[str, int]) -> None:
     children, (parent, *_) = FAMILY[1:], FAMILY
     report = replay(
         replay_file(*children, parent, chat("other", 2)), **options
-    )  # a subagent may stand before its parent
+    )  # a subagent may come before its parent
     assert {record.session_id: len(record.turns) for record in report.sessions} == left
     assert report.summary.num_failed_sessions == 0
 
 
-def test_a_live_session_starts_and_joins_subagents_at_its_users_turns() -> None:
+def test_live_session_starts_and_joins_subagents_at_user_turns() -> None:
     calls = Answer(texts=[], calls=[("c", "get_order", '{"order_id": "A-098"}')])
     server = FakeServer(lambda body: calls if body["messages"][-1] == {"role": "user", "content": "look"} else Answer())
     file = replay_file(live_session(ask("look"), ask("and now?")), chat("child", 2, parent=below("live", 0, 1)))
@@ -247,7 +247,7 @@ def forked() -> ReplayFile:
     return replay_file(*FORKED, toolsets={"desk": [TOOL]})
 
 
-def test_a_fork_goes_on_from_its_parents_messages_with_its_tools() -> None:
+def test_fork_continues_its_parents_messages_and_tools() -> None:
     server = FakeServer()
     replay(forked(), server)
     asked = {(seen.session, len(seen.body["messages"])): seen.body for seen in server.requests}
@@ -272,7 +272,7 @@ def test_a_fork_goes_on_from_its_parents_messages_with_its_tools() -> None:
     assert all(body["tools"] == [TOOL] for body in asked.values())
 
 
-def test_a_fork_of_live_history_gets_the_live_answer_and_its_ids() -> None:
+def test_fork_of_live_history_gets_the_live_answer_and_ids() -> None:
     server = FakeServer(
         lambda body: (
             Answer(texts=["see"], calls=[("live", "f", "{}")]) if len(body["messages"]) == 2 else Answer(texts=["ok"])
@@ -283,7 +283,7 @@ def test_a_fork_of_live_history_gets_the_live_answer_and_its_ids() -> None:
     assert [fork[2]["tool_calls"][0]["id"], fork[3]["tool_call_id"], fork[2]["content"]] == ["live", "live", "see"]
 
 
-def test_recorded_history_needs_the_answers_that_forks_go_on_from() -> None:
+def test_recorded_history_needs_the_answers_before_forks() -> None:
     main_session = Session(session_id="main", turns=[turn(user())])
     fork = Session(session_id="fork", parent=below("main", 0, None, "fork"), turns=[turn(user())])
     with pytest.raises(ConfigError, match=r"session 'main': turns\[0\].expect.message is missing"):
@@ -294,7 +294,7 @@ def test_recorded_history_needs_the_answers_that_forks_go_on_from() -> None:
     assert server.requests[1].body["messages"][1] == {"role": "assistant", "content": "so"}
 
 
-def test_a_forced_fork_is_rendered_behind_its_parents_turns() -> None:
+def test_forced_fork_is_rendered_after_its_parents_turns() -> None:
     server, file = FakeServer(owner="agentspec"), forked()
     replay(file, server, renderer=TraceRenderer(RegexPieces(), "stable"), output="forced")
     asked = {
@@ -308,7 +308,7 @@ def test_a_forced_fork_is_rendered_behind_its_parents_turns() -> None:
     assert asked["fork/of"][0]["prompt"][: len(behind)] == behind
 
 
-def test_a_dry_run_refuses_subagents_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_rejects_subagents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     save(replay_file(*FAMILY), path)
     assert main(["replay", str(path), "--dry-run", "4b"]) == 2
@@ -354,9 +354,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("sessions", "reason"), BAD.values(), ids=BAD.keys())
-def test_a_parent_that_can_not_be_is_refused_at_load(
-    tmp_path: Path, sessions: tuple[Session, ...], reason: str
-) -> None:
+def test_invalid_parent_is_rejected_at_load(tmp_path: Path, sessions: tuple[Session, ...], reason: str) -> None:
     path = tmp_path / "bad.jsonl"
     save(replay_file(*sessions), path)
     with pytest.raises(ReplayFileError) as caught:
@@ -366,15 +364,15 @@ def test_a_parent_that_can_not_be_is_refused_at_load(
     assert reason in caught.value.reason, caught.value.reason
 
 
-def test_a_system_message_can_not_open_a_fork(tmp_path: Path) -> None:
+def test_fork_must_not_start_with_a_system_message(tmp_path: Path) -> None:
     fork = Session(session_id="s", turns=[turn(system(), user())], parent=below("main", 0, None, "fork"))
     save(replay_file(chat("main", 1), fork), tmp_path / "bad.jsonl")
     with pytest.raises(ReplayFileError, match=r"turns\[0\].messages\[0\].role"):
         load(tmp_path / "bad.jsonl")
 
 
-def test_a_weka_trace_with_subagents_runs_on_the_bundled_model(tmp_path: Path) -> None:
-    """Imported, rendered, forced, through the engine's own thread."""
+def test_weka_trace_with_subagents_runs_on_the_bundled_model(tmp_path: Path) -> None:
+    """Imported, rendered and forced, through the engine thread."""
 
     def call(t: float, num_in: int, hash_ids: list[int]) -> dict[str, Any]:
         return {
@@ -423,7 +421,7 @@ def test_a_weka_trace_with_subagents_runs_on_the_bundled_model(tmp_path: Path) -
     assert rows["t", 1]["sent_ms"] >= ended - 0.01
 
 
-def test_token_run_forks_hold_what_they_inherit_themselves() -> None:
+def test_token_run_forks_contain_inherited_tokens() -> None:
     server = FakeServer()
     sessions = [
         Session(session_id="main", turns=[runs(16, [1, 2])]),
@@ -434,7 +432,7 @@ def test_token_run_forks_hold_what_they_inherit_themselves() -> None:
     assert second[:16] == first
 
 
-def test_a_file_with_subagents_is_kept_by_saving(tmp_path: Path) -> None:
+def test_saving_keeps_subagents(tmp_path: Path) -> None:
     save(forked(), tmp_path / "a.jsonl")
     again = load(tmp_path / "a.jsonl")
     assert again.sessions == list(FORKED)

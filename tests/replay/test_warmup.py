@@ -1,4 +1,4 @@
-"""Requests before the measurement, and a bound on waits."""
+"""Warm-up requests, and the bound on waits."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def sent(report: Report) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("max_idle", "second"), [(None, 5.7), (3.0, 3.7), (0.0, 0.7)])
-def test_waits_are_bounded(max_idle: float | None, second: float) -> None:
+def test_max_idle_bounds_waits(max_idle: float | None, second: float) -> None:
     report = replay(chats(1, 2, delay_ms=10_000), delay_scale=0.5, max_idle=max_idle)
     assert sent(report) == {"s0": [0.0, second]}
     assert ("longest wait 3 s" in report.table()) == (max_idle == 3.0)
 
 
-def test_warm_up_requests_are_sent_without_waits_and_count_nowhere() -> None:
+def test_warm_up_requests_skip_waits_and_are_not_measured() -> None:
     server = FakeServer(lambda body: Answer(wait=5.5 if "1/" in str(body["messages"][-1]) else 0.5))
     report = replay(chats(2, 4, delay_ms=2000), server, warmup=2, concurrency=2)
     # s0: 0, 0.7, then idle from 1.4; s1: 0, 5.7, ends at 11.4, where the measurement begins
@@ -57,7 +57,7 @@ def test_warm_up_requests_are_sent_without_waits_and_count_nowhere() -> None:
     assert "warm-up 2 requests a lane" in report.table()
 
 
-def test_what_is_left_of_a_wait_is_waited_after_the_warm_up() -> None:
+def test_remaining_wait_follows_the_warm_up() -> None:
     server = FakeServer(lambda body: Answer(wait=1.3 if "1/" in str(body["messages"][-1]) else 0.5))
     report = replay(chats(2, 2, delay_ms=2000), server, warmup=1, concurrency=2)
     assert sent(report) == {
@@ -66,7 +66,7 @@ def test_what_is_left_of_a_wait_is_waited_after_the_warm_up() -> None:
     }  # their answers ended at 0.7 and 1.5, and the measurement began at 1.5
 
 
-def test_a_lane_takes_further_sessions_for_its_warm_up() -> None:
+def test_lane_warms_up_with_several_sessions() -> None:
     server = FakeServer()
     report = replay(chats(6, 1), server, warmup=2, concurrency=2)
     assert [round(seen.time, 6) for seen in server.requests] == [0.0, 0.0, 0.7, 0.7, 1.4, 1.4]
@@ -74,7 +74,7 @@ def test_a_lane_takes_further_sessions_for_its_warm_up() -> None:
     assert (report.summary.num_sessions, report.summary.num_turns, report.summary.num_planned_turns) == (6, 2, 2)
 
 
-def test_a_lane_that_runs_out_of_sessions_holds_nobody_up() -> None:
+def test_lane_without_sessions_does_not_block_warm_up() -> None:
     short = Session(session_id="short", turns=[turn(user("a"), expect=said())])
     long = Session(session_id="long", turns=[turn(user(str(place)), expect=said()) for place in range(9)])
     assert len(sent(replay(replay_file(short, long), warmup=3, concurrency=2))["long"]) == 6
@@ -99,7 +99,7 @@ def test_subagents_share_their_lanes_warm_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_lane_sends_exactly_its_warm_up(seed: int) -> None:
+def test_every_lane_sends_exactly_its_warm_up_requests(seed: int) -> None:
     print("seed", seed)
     lanes, warmup, num_sessions, num_turns = 1 + seed % 3, 1 + seed % 4, 8 + seed, 3
     server = FakeServer(lambda body: Answer(wait=0.1 + len(str(body["messages"])) * seed % 7))
@@ -111,7 +111,7 @@ def test_every_lane_sends_exactly_its_warm_up(seed: int) -> None:
     assert sum(seen.time < offset - 1e-6 for seen in server.requests) == lanes * warmup
 
 
-def test_a_warm_up_that_fails_is_a_failure() -> None:
+def test_failed_warm_up_request_is_a_failure() -> None:
     server = FakeServer(lambda body: Answer(status=503) if "0/1" in str(body["messages"][-1]) else Answer())
     report = replay(chats(2, 4), server, warmup=2, concurrency=2)
     assert [str(session.error).startswith("turn 2: 503") for session in report.sessions] == [True, False]
@@ -119,7 +119,7 @@ def test_a_warm_up_that_fails_is_a_failure() -> None:
     assert [row.get("warmup") for row in report.to_json()["requests"]] == [True, None, None]
 
 
-def test_progress_says_that_it_is_warming_up() -> None:
+def test_progress_shows_warm_up() -> None:
     stream = io.StringIO()
     replay(chats(1, 4, delay_ms=4000), FakeServer(lambda body: Answer(wait=6.8)), warmup=1, progress=stream)
     first, second, *_, last = stream.getvalue().splitlines()
@@ -136,16 +136,14 @@ def test_progress_says_that_it_is_warming_up() -> None:
         (replay_file(live_session(ask(), ask(), ask())), {"warmup": 1}, "session 'live' has a world"),
     ],
 )
-def test_a_warm_up_that_leaves_nothing_or_counts_anyway_is_refused(
-    file: ReplayFile, options: dict[str, Any], reason: str
-) -> None:
+def test_invalid_warm_up_is_rejected(file: ReplayFile, options: dict[str, Any], reason: str) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=reason):
         replay(file, server, **options)
     assert not server.requests
 
 
-def test_a_dry_run_has_bounded_waits_and_no_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_bounds_waits_and_skips_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     save(chats(1, 2, delay_ms=50_000), path)
     assert main(["replay", str(path), "--dry-run", "4b", "--warmup", "1"]) == 2

@@ -1,5 +1,4 @@
-"""The files of workloads/ are what their generators write: recorded.jsonl small and varied, the profiles of the shapes
-that they are named for."""
+"""The files in workloads/ equal the output of their generators, and have the documented shapes."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ def workload() -> ReplayFile:
     return load(FILE)
 
 
-def test_the_generator_writes_the_file() -> None:
+def test_generator_reproduces_the_workload_file() -> None:
     assert generate.generate(generate.SEED) == FILE.read_text(encoding="utf-8"), "run python -m workloads.generate"
     assert generate.generate(generate.SEED + 1) != generate.generate(generate.SEED)
 
 
-def test_its_size_suits_a_small_machine() -> None:
+def test_workload_fits_a_small_machine() -> None:
     file = workload()
     turns = [turn for session in file.sessions for turn in session.turns]
     assert 16 <= len(file.sessions) <= 24
@@ -46,7 +45,7 @@ def test_its_size_suits_a_small_machine() -> None:
         assert characters / 4 < 6000
 
 
-def test_it_is_varied_and_can_be_replayed_in_every_mode() -> None:
+def test_workload_is_varied_and_replayable_in_every_mode() -> None:
     file = workload()
     assert len(file.meta.toolsets) == 3
     assert len({session.group for session in file.sessions}) >= 8
@@ -66,15 +65,15 @@ def test_it_is_varied_and_can_be_replayed_in_every_mode() -> None:
 
 
 @pytest.mark.parametrize("name", profiles.PROFILES)
-def test_the_profiles_are_what_is_generated(name: str) -> None:
+def test_generator_reproduces_the_profiles(name: str) -> None:
     assert profiles.generate(name) == (WORKLOADS / name).read_text(encoding="utf-8"), "run python -m workloads.profiles"
     for options in (ReplayOptions(output="forced"), ReplayOptions(output="length")):
         assert make_plans(load(WORKLOADS / name), options)
 
 
-def test_the_shape_of_a_fleet() -> None:
-    """One session for each of 32 lanes: 16,384 tokens first, 4,096 of them common, then eight times 800 behind answers
-    of 160."""
+def test_fleet_profile_shape() -> None:
+    """One session for each of 32 lanes: first 16,384 tokens, 4,096 of them shared, then eight turns of 800 after
+    answers of 160."""
     sessions, runs = load(WORKLOADS / "profile_agents.jsonl").sessions, TokenRuns(0, 100, 2000)
     assert len(sessions) == 32
     prompts = [[runs.prompt(turn) for turn in session.turns] for session in sessions]
@@ -98,8 +97,8 @@ def dry_run(name: str, out: Path, *flags: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_agentic_shape(tmp_path: Path) -> None:
-    """50,000 tokens first, then 800 a turn; a cache gives at least 98% from the second turn on."""
+def test_agentic_profile_shape(tmp_path: Path) -> None:
+    """First 50,000 tokens, then 800 per turn; the hit share is at least 98 % from the second turn on."""
     rows = dry_run("profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "1")
     assert [row["prompt_tokens"] for row in rows] == [50_000 + 1000 * turn for turn in range(12)]
     assert all(row["cached_tokens"] >= 0.98 * row["prompt_tokens"] for row in rows[1:])
@@ -111,7 +110,7 @@ def test_the_agentic_shape(tmp_path: Path) -> None:
     )
 
 
-def test_short_chats(tmp_path: Path) -> None:
+def test_short_chats_profile_shape(tmp_path: Path) -> None:
     rows = dry_run("profile_chat.jsonl", tmp_path / "out.json", "--concurrency", "4")
     assert 64 <= len(rows) <= 128
     assert max(row["prompt_tokens"] for row in rows) < 4000

@@ -1,4 +1,4 @@
-"""Sessions with a world in a replay file: what is kept, and what is refused by line and field."""
+"""Sessions with a world in a replay file: lossless round trips, and errors with line and field."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def test_a_world_is_read_and_written_whole(tmp_path: Path) -> None:
+def test_world_survives_a_round_trip(tmp_path: Path) -> None:
     file = load(write_lines(tmp_path / "in.jsonl", [LIVE]))
     [session] = file.sessions
     assert (session.world, session.turns[0].goal, session.turns[0].max_requests) == (
@@ -48,14 +48,14 @@ def test_a_world_is_read_and_written_whole(tmp_path: Path) -> None:
     assert b'"do":"calculate"' in (tmp_path / "out.jsonl").read_bytes()
 
 
-def test_the_example_of_the_documentation_is_a_session(tmp_path: Path) -> None:
+def test_documentation_example_is_a_valid_session(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
     [example] = [block for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL) if '"world"' in block]
     [session] = load(write_lines(tmp_path / "a.jsonl", [json.loads(example)])).sessions
     assert session.world is not None
 
 
-def test_notes_beside_a_world_are_read_over_and_columns_are_nobodys_notes(tmp_path: Path) -> None:
+def test_x_notes_are_ignored_and_x_columns_kept_in_a_world(tmp_path: Path) -> None:
     noted = changed(LIVE, lambda line: (put("world", "x_seed", 3)(line), put("turns", 0, "goal", "x_gold", [])(line)))
     noted["world"]["tables"]["notes"]["records"][0]["x_axis"] = 1
     [session] = load(write_lines(tmp_path / "a.jsonl", [noted])).sessions
@@ -63,7 +63,7 @@ def test_notes_beside_a_world_are_read_over_and_columns_are_nobodys_notes(tmp_pa
     assert session.world.tables["notes"].records[0]["x_axis"] == 1
 
 
-def test_a_toolset_serves_a_world_too(tmp_path: Path) -> None:
+def test_world_may_use_a_toolset(tmp_path: Path) -> None:
     line = changed(LIVE, lambda line: line.update(toolset="desk"))
     meta = {"type": "meta", "schema": "agentspec.replay/1", "toolsets": {"desk": line.pop("tools")}}
     assert load(write_lines(tmp_path / "a.jsonl", [meta, line])).sessions[0].world is not None
@@ -210,7 +210,9 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("change", "reason"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_refuses_naming_line_and_field(tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str) -> None:
+def test_invalid_file_error_names_line_and_field(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str
+) -> None:
     path = write_lines(tmp_path / "bad.jsonl", [changed(LIVE, change)])
     with pytest.raises(ReplayFileError) as caught:
         load(path)
@@ -226,13 +228,13 @@ def test_refuses_naming_line_and_field(tmp_path: Path, change: Callable[[dict[st
     ],
     ids=["goal", "max_requests"],
 )
-def test_a_script_has_no_goals(tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str) -> None:
+def test_goals_require_a_world(tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str) -> None:
     with pytest.raises(ReplayFileError) as caught:
         load(write_lines(tmp_path / "bad.jsonl", [changed(SCRIPT, change)]))
     assert reason in caught.value.reason
 
 
-def test_a_built_world_is_no_worse_than_a_read_one(tmp_path: Path) -> None:
+def test_world_built_in_code_is_checked_like_a_loaded_one(tmp_path: Path) -> None:
     file = replay_file(live_session(ask(goal=GOAL)))
     save(file, tmp_path / "a.jsonl")
     assert load(tmp_path / "a.jsonl").sessions == file.sessions

@@ -60,7 +60,7 @@ NOTES = Table(key="path", records=[{"path": "plan.md", "text": "buy milk, buy te
 
 
 def world(*, fails: Fails | None = None) -> World:
-    """`fails`: of get_order."""
+    """Return a world; `fails`: of get_order."""
     order_id = {"order_id": "order_id"}
     return World(
         tables={"orders": ORDERS, "notes": NOTES},

@@ -1,4 +1,4 @@
-"""The bundled model behind a socket, and what came to it."""
+"""The bundled model behind a socket, with recorded requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.server.loopback import bundled_app, served
 
 @contextmanager
 def recorded() -> Iterator[tuple[str, Recorder]]:
-    """The server's URL, without a slash at the end, and its requests, as they come in."""
+    """Yield the server's URL without a trailing slash, and the list of its requests."""
     recorders: list[Recorder] = []
 
     @asynccontextmanager

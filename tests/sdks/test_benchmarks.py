@@ -1,7 +1,7 @@
-"""Benchmark clients, the real ones, measure the bundled model over a socket, with that model's own tokenizer directory.
+"""Real benchmark clients measure the bundled model over a socket, with the model's own tokenizer directory.
 
-They live in environments of their own: `make test-sdks` installs them, and those that aren't there are skipped.
-aiperf's test stands in tests/frameworks, since `make test` runs it, too.
+They run in their own environments: `make test-sdks` installs them; missing ones are skipped. aiperf's test is in
+tests/frameworks, because `make test` also runs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(venv: str, program: str, arguments: list[str], scratch: Path, url: str) -> None:
-    """Let a client measure, from an empty directory and without a network."""
+    """Run a client from an empty directory, without network access."""
     place = Place(scratch=scratch, url=url)
     place.home.mkdir(exist_ok=True)
     environment = quiet(place) | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
@@ -40,7 +40,7 @@ def skip_if_missing(venv: str) -> None:
 
 
 def bodies(recorder: Recorder, path: str) -> list[dict[str, Any]]:
-    """What came to the path. Whatever came was answered, and nothing of it was left out."""
+    """Return the request bodies of a path. Checks that all requests were answered and no field was ignored."""
     assert {request["status"] for request in recorder.requests} == {200}
     assert [answer[HEADER] for answer in recorder.answers if HEADER in answer] == []
     return [request["body"] for request in recorder.requests if request["path"] == path]
@@ -81,7 +81,7 @@ def test_guidellm(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_evalscope_perf_with_least_tokens(stream: str, tmp_path: Path) -> None:
-    """The questions have short answers, which `min_tokens` makes longer."""
+    """The questions have short answers; `min_tokens` makes them longer."""
     skip_if_missing("benchmarks")
     (tmp_path / "questions.txt").write_text(
         "What is the status of order O-4071?\nList the open orders.\nWho ordered the lamp?\n"

@@ -1,6 +1,6 @@
-"""The image is built of the Dockerfile, for CPUs, and answers a chat. Skipped by name where there is no docker.
+"""The image of the Dockerfile, built for CPUs, answers a chat. Skipped without docker.
 
-It stands here, and not in tests/, because building fetches packages.
+The test is here and not in tests/, because building downloads packages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def image() -> Iterator[str]:
     docker("image", "rm", "--force", name)
 
 
-def test_it_serves(image: str) -> None:
-    """The start page is its first line, as without a container; reading it waits for the model."""
+def test_docker_image_serves_a_chat(image: str) -> None:
+    """The first output line is the start page, as without a container; reading it waits for the model."""
     name = f"agentspec-test-{uuid.uuid4().hex[:12]}"
     command = ["docker", "run", "--rm", "--init", "--publish", "127.0.0.1::8000", "--name", name, image]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:

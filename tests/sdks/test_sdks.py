@@ -1,9 +1,8 @@
-"""SDKs and agent frameworks, the real packages, in environments of their own: loops with tools against the server over
-a socket.
+"""Real SDKs and agent frameworks, in their own environments, run tool loops against the server over a socket.
 
-The engine is real, with the bundled model. What the model says is known beforehand, as forced output; only where the
-test is about forms, the model answers by itself. Each client is a program, in `programs` or `node`, that says which
-calls came to its tools and what was answered. `make test-sdks` installs them; those that aren't there are skipped.
+The engine is real, with the bundled model. Its answers are scripted by forced output, except in tests of output forms.
+Each client is a program in `programs` or `node` that reports the calls to its tools and the final answer. `make
+test-sdks` installs them; missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.server.loopback import served
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-sdks"
 OWN_VENV = Path(sys.prefix)
-"""It has the newest openai package; LiteLLM takes only an older one."""
+"""This environment has the newest openai package; LiteLLM requires an older one."""
 HERE = Path(__file__).parent
 
 Output = str | tuple[str, dict[str, Any]]
@@ -52,7 +51,7 @@ COMMANDS = ("cat notes.txt", "cat other.txt", "echo COMPLETE_TASK_AND_SUBMIT_FIN
 
 
 def blocks(*codes: str, opening: str, closing: str) -> tuple[str, ...]:
-    """Answers of agents whose calls are code in the text."""
+    """Return answers of agents whose calls are code in the text."""
     return tuple(f"Thought: the next step.\n{opening}\n{code}\n{closing}" for code in codes)
 
 
@@ -64,7 +63,7 @@ class Client:
     outputs: tuple[Output, ...] = (*CALLS, ANSWER)
     calls: tuple[tuple[str, dict[str, Any]], ...] = CALLS
     results: tuple[str, ...] = ("81.5", "kx-8")
-    """What stands in the results of its calls, and nowhere else."""
+    """Text that occurs only in the results of its calls."""
     answers: tuple[str, ...] = (ANSWER, ANSWER)
     modes: tuple[str, ...] = ("whole", "streamed")
 
@@ -82,7 +81,7 @@ class Client:
             pytest.skip(f"{there.relative_to(ROOT)} is not there: `make test-sdks` installs it")
 
     def run(self, place: Place, mode: str, model: str = MODEL) -> dict[str, Any]:
-        """What the program says of its session."""
+        """Run the program and return its report of the session."""
         place.workspace.mkdir(parents=True)
         place.home.mkdir(parents=True)
         (place.workspace / "notes.txt").write_text(NOTES)
@@ -112,7 +111,7 @@ class Client:
 
 
 def shell_agent(way: str, *outputs: Output) -> Client:
-    """mini-swe-agent, which has one task and doesn't stream."""
+    """mini-swe-agent: one task, without streaming."""
     calls = tuple(("bash", {"command": command}) for command in COMMANDS)
     return Client(
         program="mini_swe_agent.py",
@@ -169,7 +168,7 @@ CLIENTS = {
 
 
 class Watched:
-    """The app around an engine with a script, and what came to it."""
+    """The app with a scripted engine, and its requests."""
 
     def __init__(self, outputs: tuple[Output, ...]) -> None:
         self.recorder: Recorder
@@ -186,7 +185,8 @@ class Watched:
             yield self.recorder
 
     def check(self, client: Client, mode: str, told: dict[str, Any]) -> None:
-        """Every request was answered and asked for what its client was told to; later ones found their prefixes."""
+        """Check that every request was answered and has the client's settings, and that later ones hit the prefix
+        cache."""
         requests = self.recorder.requests
         assert {request["status"] for request in requests} == {200}, [
             (request["path"], request["status"]) for request in requests
@@ -205,7 +205,7 @@ class Watched:
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, client in CLIENTS.items() for mode in client.modes])
-def test_a_loop_with_tools(name: str, mode: str, tmp_path: Path) -> None:
+def test_tool_loop_of_each_sdk(name: str, mode: str, tmp_path: Path) -> None:
     client = CLIENTS[name]
     client.skip_if_missing()
     watched = Watched(client.outputs)
@@ -219,8 +219,8 @@ def test_a_loop_with_tools(name: str, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("venv", [VENV, OWN_VENV], ids=["older", "newest"])
 @pytest.mark.parametrize("mode", ["whole", "streamed"])
 @pytest.mark.parametrize("way", ["chat", "responses"])
-def test_openai_parses_what_the_model_itself_says(way: str, mode: str, venv: Path, tmp_path: Path) -> None:
-    """`.parse()` and `.stream()` want strict tools, and an answer held to a model of pydantic's."""
+def test_openai_parse_and_stream_work_with_generated_output(way: str, mode: str, venv: Path, tmp_path: Path) -> None:
+    """`.parse()` and `.stream()` require strict tools, and an answer in the form of a pydantic model."""
     client = Client(program="openai_parsed.py", way=way, venv=venv)
     client.skip_if_missing()
     with recorded() as (url, recorder):
@@ -234,7 +234,7 @@ def test_openai_parses_what_the_model_itself_says(way: str, mode: str, venv: Pat
 
 @contextmanager
 def litellm_proxy(place: Place) -> Iterator[str]:
-    """LiteLLM's proxy in front of the server; the value is its URL, without a slash at the end."""
+    """LiteLLM's proxy in front of the server; yields its URL without a trailing slash."""
     place.home.mkdir(parents=True)
     settings = {"model": f"openai/{MODEL}", "api_base": f"{place.url}/v1", "api_key": "none"}
     (place.home / "proxy.yaml").write_text(
@@ -264,7 +264,7 @@ def litellm_proxy(place: Place) -> Iterator[str]:
         text=True,
     ) as proxy:
         assert proxy.stdout is not None
-        rest = threading.Thread(target=proxy.stdout.read)  # so that the proxy never waits for a reader
+        rest = threading.Thread(target=proxy.stdout.read)  # drain the output, so that the proxy never blocks on it
         try:
             said = []
             while "Uvicorn running on" not in (line := proxy.stdout.readline()):
@@ -279,7 +279,7 @@ def litellm_proxy(place: Place) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["openai chat", "openai responses", "AI SDK, anthropic"])
-def test_litellm_proxy_stands_between(name: str, tmp_path: Path) -> None:
+def test_litellm_proxy_forwards_to_the_server(name: str, tmp_path: Path) -> None:
     client = CLIENTS[name]
     client.skip_if_missing()
     OPENAI["openai chat"].skip_if_missing()

@@ -1,4 +1,4 @@
-"""A client's session with a model that writes what it is told to, for tests of prompts that grow turn by turn."""
+"""A client session with a scripted model, for tests of prompts that grow turn by turn."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.text.conversations import SYSTEM, TOOLS
 
 
 def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, control tokens included."""
+    """Return the text of ids, including control tokens."""
     names = {token_id: text.encode() for text, token_id in tokenizer.special_ids.items()}
     return b"".join(names.get(token_id, tokenizer.token_bytes[token_id]) for token_id in ids).decode(errors="replace")
 
 
 class Session:
-    """A client, a model that writes what it is told to, and the server's part between them."""
+    """A client, a scripted model, and the server code between them."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Session:
         return self.builder.build(PromptAsk(json.loads(json.dumps(self.messages)), TOOLS, self.kwargs))
 
     def generate(self, prompt: BuiltPrompt, text: str, *, is_cut: bool = False) -> tuple[list[int], AssistantTurn]:
-        """The model writes `text`, in tokens that are not the ones that tokenising it would give."""
+        """Generate `text`, in other tokens than its canonical tokenisation."""
         cuts = sorted(self.rng.randrange(len(text) + 1) for _ in range(5))
         ids = [
             token_id
@@ -68,7 +68,7 @@ class Session:
         return ids, segmenter.turn
 
     def returned(self, turn: AssistantTurn, *, with_reasoning: bool = True, respelled: bool = False) -> None:
-        """The client appends the assistant message, and a result for every call."""
+        """Append the assistant message to the client's history, and a result for every call."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.content or None}
         if with_reasoning:
             message["reasoning"] = turn.reasoning
@@ -91,7 +91,7 @@ class Session:
 
 
 def random_turn(rng: random.Random) -> str:
-    """Reasoning, maybe content, and one to three calls, with values that re-serialising would change."""
+    """Return reasoning, optional content, and one to three calls whose values would change when serialised again."""
     values = {
         "to": ("Oslo", "東京", "two\nlines", "", "true", 'a "quote"', "</parameter>"),
         "seats": ("2", "02", "two"),

@@ -1,5 +1,4 @@
-"""What a prompt builder remembers is bounded by what it really holds in memory, and nothing of it is a refused
-prompt's."""
+"""The caches of a prompt builder are bounded by real memory, and hold nothing of refused prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.text.sessions import Session, random_turn
 
 
 def held(root: Any) -> int:
-    """Bytes of all data that an object leads to."""
+    """Return the bytes of all data reachable from an object."""
     seen: dict[int, Any] = {}
     waiting = [root]
     while waiting:
@@ -35,15 +34,14 @@ def held(root: Any) -> int:
 
 
 def too_long(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], TokenLimit]]:
-    """Prompts with more tokens than the limit; in some it shows by their bytes, in others not before they are
-    encoded."""
+    """Prompts above the token limit. For some the byte bound shows it, for others only encoding does."""
     for number in range(5):
         text = f"{number} " + "".join(rng.choice("ab é東🙂\n") for _ in range(100_000))
         yield [{"role": "system", "content": text}, {"role": "user", "content": "x"}], TokenLimit(100)
         yield [{"role": "system", "content": "x"}, {"role": "user", "content": text}], TokenLimit(20_000)
 
 
-def test_a_refused_prompt_is_not_remembered(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_refused_prompt_is_not_cached(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     template = ChatTemplate(template.source)
     builder = PromptBuilder(tokenizer, template, TurnMemory())
     builder.build(
@@ -56,7 +54,7 @@ def test_a_refused_prompt_is_not_remembered(tokenizer: Tokenizer, template: Chat
     assert held((builder, template)) < before + 20_000
 
 
-def test_system_prompts_of_any_size_are_remembered_within_a_bound(
+def test_system_block_cache_is_bounded_for_prompts_of_any_size(
     tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = ChatTemplate(template.source)
@@ -64,20 +62,25 @@ def test_system_prompts_of_any_size_are_remembered_within_a_bound(
     rng = random.Random(6)
     for number in range(40):
         text = "".join(rng.choice("ab é東🙂") for _ in range(rng.choice((100, 50_000, 500_000))))
-        template.remember(
+        template.cache_system_block(
             template.render([{"role": "system", "content": f"{number} {text}"}, {"role": "user", "content": "x"}])
         )
         assert held(template._system_blocks) < (1 << 20) + 20_000
 
 
-def test_a_turn_counts_for_what_it_holds(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """Arguments of brackets alone hold twenty times their text, and letters beyond Latin up to eight times."""
+def test_turn_record_size_covers_its_parsed_arguments(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Parsed arguments of nested brackets need twenty times the memory of their text, non-Latin letters up to eight
+    times."""
     memory = TurnMemory(max_bytes=300_000)
     builder = PromptBuilder(tokenizer, template, memory)
     session = Session(builder, tokenizer, random.Random(7))
     for number in range(30):
         lists = ",".join(["[]"] * 500)
-        call = f'<tool_call>\n<function=search_flights>\n<parameter=filters>\n{{"a{number}": [{lists}]}}\n</parameter>\n</function>\n</tool_call>'
+        value = f'{{"a{number}": [{lists}]}}'
+        call = (
+            f"<tool_call>\n<function=search_flights>\n<parameter=filters>\n{value}\n</parameter>\n"
+            "</function>\n</tool_call>"
+        )
         prompt = session.ask(f"question {number}")
         session.generate(
             prompt, f"Hm.\n</think>\n\n{'🙂東' * 200}\n\n{call if number % 2 else random_turn(session.rng)}"
@@ -87,7 +90,7 @@ def test_a_turn_counts_for_what_it_holds(tokenizer: Tokenizer, template: ChatTem
     assert len(memory) > 3
 
 
-def test_held_bytes_count_the_copy_in_utf_8() -> None:
+def test_held_bytes_include_the_cached_utf8_copy() -> None:
     for text in ("a" * 1000, "é" * 1000, "東" * 1000, "🙂" * 1000):
         text = text[:999]
         counted = held_bytes([text, {"key": (text, 1)}])

@@ -1,5 +1,4 @@
-"""Rendering equals transformers' on our templates; breakpoints stand where conversations may part; bad input is
-named."""
+"""Rendering equals transformers'; breakpoints are where conversations may diverge; errors name the input."""
 
 from __future__ import annotations
 
@@ -65,9 +64,8 @@ def test_renders_like_transformers(
         assert rendered.text == expected
 
 
-def test_bundled_template_writes_the_published_format() -> None:
-    """The format of Qwen3.5, spelled out once: separators, think blocks after the last question only, results in one
-    user turn."""
+def test_bundled_template_renders_the_published_format() -> None:
+    """The whole format of Qwen3.5: separators, think blocks after the last question only, results in one user turn."""
     messages = normalise(
         [*CONVERSATIONS["tool loop"], {"role": "assistant", "content": "Fin."}, {"role": "user", "content": "Thanks"}]
     )
@@ -79,11 +77,14 @@ def test_bundled_template_writes_the_published_format() -> None:
     assert f"\n{tools[0]}\n{tools[1]}\n</tools>" in loop
     assert f"\n\n{SYSTEM['content']}<|im_end|>\n<|im_start|>user\nTwo seats to Oslo<|im_end|>\n" in loop
     turns = (
-        "<|im_start|>assistant\n<think>\nI need flights.\n</think>\n\nLet me look.\n\n<tool_call>\n<function=search_flights>\n"
+        "<|im_start|>assistant\n<think>\nI need flights.\n</think>\n\nLet me look.\n\n"
+        "<tool_call>\n<function=search_flights>\n"
         "<parameter=to>\nOslo\n</parameter>\n<parameter=seats>\n2\n</parameter>\n<parameter=direct>\ntrue\n</parameter>\n"
         '<parameter=filters>\n{"max": 1.5, "via": null}\n</parameter>\n</function>\n</tool_call>\n'
-        "<tool_call>\n<function=write_file>\n<parameter=path>\nnotes.txt\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
-        '<|im_start|>user\n<tool_response>\n[{"id": 7}]\n</tool_response>\n<tool_response>\nok\n</tool_response><|im_end|>\n'
+        "<tool_call>\n"
+        "<function=write_file>\n<parameter=path>\nnotes.txt\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
+        '<|im_start|>user\n<tool_response>\n[{"id": 7}]\n</tool_response>\n<tool_response>\nok\n'
+        "</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>\n<function=write_file>\n</function>\n</tool_call><|im_end|>\n"
     )
     assert turns in loop
@@ -118,7 +119,7 @@ RAW = '{"command": "grep "x" </parameter>\\n\\\\1'
     ],
     ids=["bundled", "python_values", "json_calls", "tools_in_user", "unknown form"],
 )
-def test_arguments_that_are_no_object_stand_as_raw_text_in_place_of_the_parameters(source: str, expected: str) -> None:
+def test_non_object_arguments_render_as_raw_text(source: str, expected: str) -> None:
     other: dict[str, Any] = {"a": 1, "b": "raw_name_" + "0" * 32}
     calls = [call("1", "bash", RAW), call("2", "bash", other), call("3", "bash", "ls")]
     messages: list[dict[str, Any]] = [
@@ -134,7 +135,7 @@ def test_arguments_that_are_no_object_stand_as_raw_text_in_place_of_the_paramete
     )
 
 
-def test_bundled_template_refuses_what_the_format_lacks() -> None:
+def test_bundled_template_rejects_unsupported_messages() -> None:
     template = ChatTemplate(BUNDLED.read_text())
     cases = {
         "no user message": [SYSTEM],
@@ -149,7 +150,7 @@ def test_bundled_template_refuses_what_the_format_lacks() -> None:
 
 @pytest.mark.parametrize("file", ALL, ids=lambda file: file.stem)
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_marks_are_beginnings_of_what_other_requests_render(file: Path, name: str) -> None:
+def test_marks_end_shared_prefixes_of_other_requests(file: Path, name: str) -> None:
     template = ChatTemplate(file.read_text(), variables=VARIABLES)
     messages = normalise(CONVERSATIONS[name])
     rendered = template.render(messages, TOOLS)
@@ -160,7 +161,7 @@ def test_marks_are_beginnings_of_what_other_requests_render(file: Path, name: st
         other = template.render([*leading, {"role": "user", "content": "Something else"}], TOOLS).text
         assert other.startswith(marks[CheckpointKind.SYSTEM])
     later = [*messages, {"role": "assistant", "content": "Right."}]
-    if name != "results as user messages":  # there the marked question is followed by another answer
+    if name != "results as user messages":  # there, another answer follows the marked question
         assert template.render(later, TOOLS).text.startswith(marks[CheckpointKind.USER])
 
 
@@ -174,8 +175,8 @@ def test_marks_of_the_bundled_template() -> None:
     assert rendered.text[user:].startswith("<think>\n")
 
 
-def test_system_mark_does_not_depend_on_what_was_rendered_before() -> None:
-    """The cache of system blocks: another system text, other tools and other switches are other blocks."""
+def test_system_mark_is_independent_of_earlier_renders() -> None:
+    """System blocks are cached per system text, tools and template variables."""
     source = "{{ switch }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}"
     shared = ChatTemplate(source)
     for switch in ("x", "y", "x"):
@@ -190,8 +191,8 @@ def test_system_mark_does_not_depend_on_what_was_rendered_before() -> None:
                 assert fresh.text[: fresh.marks[0][0]] == f"{switch}<system>{system}<user>"
 
 
-def test_block_that_changes_by_itself_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template may show the date: a remembered block that no longer begins the prompt is looked for again."""
+def test_stale_system_block_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may show the date: a cached block that is no longer a prefix of the prompt is replaced."""
     template = ChatTemplate("{{ strftime_now('%F') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     for day in (1, 1, 2):
         clock = type("clock", (), {"now": staticmethod(lambda day=day: datetime(2026, 1, day))})
@@ -247,8 +248,8 @@ def test_template_code_is_sandboxed() -> None:
         *("rows.append(1)", "rows.role", "like.role", "like.nothing", "like.secret", "none.role", "other.role"),
     ],
 )
-def test_the_sandbox_says_what_jinjas_says(asked: str) -> None:
-    """Values, what is undefined, and what is refused."""
+def test_sandbox_fast_paths_match_jinja(asked: str) -> None:
+    """Same values, same undefined results, same refusals."""
 
     class Like(dict[str, Any]):
         secret = "an attribute"
@@ -266,7 +267,7 @@ def test_the_sandbox_says_what_jinjas_says(asked: str) -> None:
     assert said(template_environment.template_environment()) == said(ImmutableSandboxedEnvironment())
 
 
-def test_any_error_of_a_template_is_the_requests() -> None:
+def test_any_template_error_becomes_a_request_error() -> None:
     with pytest.raises(RequestError, match="refuses them") as caught:
         ChatTemplate("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "a" * 10_000}])
     assert len(str(caught.value)) < 500
@@ -277,7 +278,7 @@ def test_reserved_variables_cannot_be_overwritten() -> None:
         ChatTemplate("x").render([{"role": "user", "content": "a"}], template_kwargs={"messages": []})
 
 
-def test_where_templates_are_read_from(tmp_path: Path) -> None:
+def test_template_sources_in_a_checkpoint_directory(tmp_path: Path) -> None:
     assert ChatTemplate.from_directory(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     user = [{"role": "user", "content": "a"}]
@@ -306,13 +307,13 @@ def test_where_templates_are_read_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("declared", [3, [{"name": "x", "template": "y"}], ["default"], "{% if %}"])
-def test_unusable_templates_are_refused_by_name(tmp_path: Path, declared: object) -> None:
+def test_unusable_template_error_names_its_source(tmp_path: Path, declared: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template"):
         ChatTemplate.from_directory(tmp_path)
 
 
-def test_call_without_the_function_wrapper_renders_too() -> None:
+def test_call_without_function_wrapper_is_rendered() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]},

@@ -1,4 +1,4 @@
-"""What becomes of a client's demands: which texts a turn's grammar admits, and which demands are refused by name."""
+"""Output constraints: the texts that a turn's grammar admits, and the errors for constraints that can't be enforced."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SEARCH = qwen_call("search", anything="at all", query="tea")
     ("tools", "demand"),
     [(None, {}), ([LOOSE], {}), ([ORDER], {"choice": "none"}), (None, {"choice": "none"})],
 )
-def test_nothing_demanded_is_no_grammar(tools: Any, demand: dict[str, Any]) -> None:
+def test_unconstrained_turn_has_no_grammar(tools: Any, demand: dict[str, Any]) -> None:
     assert turn_grammar(tools, ToolDemand(**demand), None, dialect=QWEN, reasoning_open=True) is None
 
 
@@ -93,7 +93,7 @@ def test_nothing_demanded_is_no_grammar(tools: Any, demand: dict[str, Any]) -> N
         ({"choice": "required", "name": "order", "parallel": False}, [GOOD], [f"{GOOD}\n{GOOD}"]),
     ],
 )
-def test_calls_that_may_or_must_be_made(
+def test_tool_choice_admits_the_allowed_calls(
     admission: Admission, demand: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     grammar = grammar_of([ORDER, LOOSE], **demand)
@@ -101,7 +101,7 @@ def test_calls_that_may_or_must_be_made(
     assert [text for text in bad if admission.admitted(grammar, text) == "whole"] == []
 
 
-def test_reasoning_is_free_and_a_call_ends_it(admission: Admission) -> None:
+def test_reasoning_is_unconstrained_and_ended_by_a_call(admission: Admission) -> None:
     thought = 'Well: {"a": <function=order> <think> \n\n'
     auto, required = (grammar_of([ORDER], reasoning_open=True, choice=choice) for choice in ("auto", "required"))
     for text in (
@@ -170,7 +170,7 @@ def test_values_in_the_xml_form(admission: Admission, schema: Any, good: list[st
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, closed()])
-def test_a_call_without_arguments_is_written_as_templates_write_it(admission: Admission, parameters: Any) -> None:
+def test_call_without_arguments_matches_the_template_form(admission: Admission, parameters: Any) -> None:
     grammar = grammar_of([tool("f", parameters)], choice="required")
     assert admission.admitted(grammar, "<tool_call>\n<function=f>\n</function>\n</tool_call>") == "whole"
     assert admission.admitted(grammar, "<tool_call>\n<function=f>\n\n</function>\n</tool_call>") != "whole"
@@ -198,7 +198,7 @@ def test_calls_as_json(admission: Admission) -> None:
         assert admission.admitted(grammar, text) != "whole"
 
 
-def test_a_demanded_call_follows_its_schema_where_that_can_be_enforced(admission: Admission) -> None:
+def test_required_call_follows_its_schema_if_enforceable(admission: Admission) -> None:
     plain = tool("f", closed(n={"type": "integer"}), strict=False)
     beyond = tool("g", {"type": "object", "properties": {"n": {"not": {}}}}, strict=False)
     grammar = grammar_of([plain, beyond], choice="required")
@@ -234,7 +234,7 @@ def test_forms(admission: Admission, form: OutputForm, good: list[str], bad: lis
     assert [text for text in bad if admission.admitted(grammar, lead + text) == "whole"] == []
 
 
-def test_a_form_beside_tools(admission: Admission) -> None:
+def test_output_form_combined_with_tools(admission: Admission) -> None:
     form = schema_form(closed(answer={"type": "string"}))
     grammar = grammar_of([ORDER], form, reasoning_open=True)
     for text in ('hm</think>\n\n{"answer": "<tool_call>"}', f"hm</think>\n\n{GOOD}\n{GOOD}", f"hm {GOOD}"):
@@ -290,7 +290,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("schema", "keyword"), UNSUPPORTED)
-def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -> None:
+def test_unenforceable_keyword_error_names_the_field(schema: Any, keyword: str) -> None:
     tail = f".{keyword}" if keyword else ""
     with pytest.raises(RequestError) as caught:
         grammar_of(None, schema_form({"type": "object", "properties": {"v": schema}, "required": ["v"]}), dialect=None)
@@ -336,7 +336,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -
         {"oneOf": [closed(a={}), closed(b={})]},
     ],
 )
-def test_what_says_nothing_or_can_be_enforced_is_served(schema: Any) -> None:
+def test_annotations_and_enforceable_keywords_are_accepted(schema: Any) -> None:
     grammar_of([tool("f", {"type": "object", "properties": {"v": schema, "w": {"type": "string"}}})])
 
 
@@ -367,18 +367,20 @@ def test_what_says_nothing_or_can_be_enforced_is_served(schema: Any) -> None:
         (None, {}, schema_form("text"), "form"),
     ],
 )
-def test_demands_that_cannot_be_met(tools: Any, demand: dict[str, Any], form: OutputForm | None, field: str) -> None:
+def test_unsatisfiable_constraints_are_rejected(
+    tools: Any, demand: dict[str, Any], form: OutputForm | None, field: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         grammar_of(tools, form, **demand)
     assert caught.value.field == field
 
 
-def test_a_template_without_calls() -> None:
+def test_template_without_call_dialect() -> None:
     for tools, demand in (([ORDER], ToolDemand()), ([LOOSE], ToolDemand(choice="required"))):
         with pytest.raises(RequestError, match="teaches no form of calls"):
             turn_grammar(tools, demand, None, dialect=None, reasoning_open=False)
 
 
-def test_the_turns_of_a_conversation_share_one_grammar() -> None:
+def test_grammar_is_shared_by_the_turns_of_a_conversation() -> None:
     first = grammar_of([ORDER], reasoning_open=True)
     assert grammar_of(json.loads(json.dumps([ORDER])), reasoning_open=True) is first

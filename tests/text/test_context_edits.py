@@ -1,4 +1,4 @@
-"""Edits of a conversation: what they clear, when, and that places in the messages stay."""
+"""Context edits: what they clear, when, and that message indices stay valid."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentspec.text.messages import Message, normalise
 from tests.text.conversations import call
 
 SIZE = 50
-"""Characters of a result."""
+"""Length of a result in characters."""
 
 
 def loop(*tools: str) -> list[dict[str, Any]]:
-    """A question, one turn with a call of each of the tools, and their results."""
+    """Return a question, a turn that calls each tool, and the results."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Look"}]
     for number, tool in enumerate(tools):
         calls = [call(f"c{number}", tool, {"where": "there"})]
@@ -29,7 +29,7 @@ def loop(*tools: str) -> list[dict[str, Any]]:
 
 
 def count(messages: Sequence[Message]) -> int:
-    """Characters of all contents and thoughts."""
+    """Return the number of characters of all contents and thinking."""
     return sum(len(message.get("content", "")) + len(message.get("reasoning_content", "")) for message in messages)
 
 
@@ -68,7 +68,7 @@ def test_old_results_are_cleared_above_a_number_of_tokens() -> None:
     assert edited(messages, ClearToolUses(above=0, keep=0))[1] == [(4, 4 * (SIZE - len(CLEARED)))]
 
 
-def test_nothing_is_cleared_for_little() -> None:
+def test_nothing_is_cleared_below_clear_at_least() -> None:
     saved = SIZE - len(CLEARED)
     assert edited(loop("a", "b"), ClearToolUses(above=0, keep=0, clear_at_least=2 * saved + 1))[1] == []
     assert edited(loop("a", "b"), ClearToolUses(above=0, keep=0, clear_at_least=2 * saved))[1] == [(2, 2 * saved)]
@@ -80,7 +80,7 @@ def test_excluded_tools_keep_their_results() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "emptied"), [(False, []), (True, ["a", "b"]), (frozenset({"b"}), ["b"])])
-def test_inputs_are_cleared_where_asked(inputs: bool | frozenset[str], emptied: list[str]) -> None:
+def test_clear_inputs_clears_call_arguments(inputs: bool | frozenset[str], emptied: list[str]) -> None:
     after, _ = edited(loop("a", "b", "c"), ClearToolUses(above=0, keep=1, clear_inputs=inputs))
     calls = [message["tool_calls"][0]["function"] for message in after if message["role"] == "assistant"]
     assert [function["name"] for function in calls if function["arguments"] == {}] == emptied
@@ -107,8 +107,8 @@ def test_results_of_one_turn_are_counted_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("keep", "kept"), [(None, ["0", "1", "0", "0"]), (3, ["0", "1", "0", "0"]), (2, ["0", "0"]), (1, ["0"])]
 )
-def test_thinking_is_kept_by_turns(keep: int | None, kept: list[str]) -> None:
-    """A loop's thoughts are of one turn; a turn without any doesn't count."""
+def test_clear_thinking_keeps_the_last_turns(keep: int | None, kept: list[str]) -> None:
+    """The thinking of a tool loop belongs to one turn; turns without thinking are not counted."""
     messages = [
         *loop("a", "b"),
         *loop("a"),
@@ -123,8 +123,8 @@ def test_thinking_is_kept_by_turns(keep: int | None, kept: list[str]) -> None:
     assert [number for number, _ in applied] == ([3 - keep] if keep in (1, 2) else [])
 
 
-def test_edits_are_made_in_their_order() -> None:
-    """What the first one saves may keep the second one from its trigger."""
+def test_edits_are_applied_in_order() -> None:
+    """Tokens saved by the first edit may keep the second one below its trigger."""
     messages = [*loop("a", "b"), *loop("a", "b")]
     size = count(normalise(messages))
     tools = ClearToolUses(above=size - 1, keep=0)

@@ -1,5 +1,4 @@
-"""An answer that goes on from an assistant's text: the prompt ends with that text, and the whole turn is recognised
-when it comes back."""
+"""Answers that continue an assistant message: the prompt ends with its text, and the whole turn is recognised later."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def continued(session: Session, **message: Any) -> BuiltPrompt:
 
 
 @pytest.mark.parametrize("content", ["Ans", 'Here:\n{"a": ', "", "two\n\n", "\ue000", "<b>"])
-def test_the_prompt_ends_with_the_text_as_it_is(session: Session, content: str) -> None:
+def test_continued_prompt_ends_with_the_unchanged_text(session: Session, content: str) -> None:
     asked = session.ask("Hello")
     prompt = continued(session, content=content)
     text = spelled(session.tokenizer, prompt.prompt_ids)
@@ -50,7 +49,7 @@ def test_the_prompt_ends_with_the_text_as_it_is(session: Session, content: str) 
     assert prompt.breakpoints == asked.breakpoints
 
 
-def test_its_reasoning_stands_before_it(session: Session) -> None:
+def test_continued_prompt_has_reasoning_before_content(session: Session) -> None:
     session.ask("Hello")
     text = spelled(session.tokenizer, continued(session, content="Ans", reasoning="Hm.").prompt_ids)
     assert text.endswith("<think>\nHm.\n</think>\n\nAns")
@@ -58,9 +57,8 @@ def test_its_reasoning_stands_before_it(session: Session) -> None:
 
 @pytest.mark.parametrize("begun", ["The ans", "One, ", "{\n"])
 @pytest.mark.parametrize("then", ["wer is 42.", '  "a": 1}', "\n\nNext"])
-def test_the_whole_turn_is_recognised(session: Session, begun: str, then: str) -> None:
-    """The client joins what it began and what it got. The next prompt goes on with all ids, as long as no question
-    follows."""
+def test_continued_turn_is_recognised_as_a_whole(session: Session, begun: str, then: str) -> None:
+    """The client joins its text and the answer. The next prompt contains all ids, as long as no question follows."""
     session.ask("Hello")
     prompt = continued(session, content=begun)
     ids, turn = session.generate(prompt, then)
@@ -72,9 +70,9 @@ def test_the_whole_turn_is_recognised(session: Session, begun: str, then: str) -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> None:
-    """In pieces, until it is whole: each prompt begins with all that was generated, and the reasoning is there though
-    the client dropped it."""
+def test_answer_truncated_by_the_limit_is_continued(session: Session, seed: int) -> None:
+    """Continued piece by piece until complete: each prompt contains all generated ids, and reasoning that the client
+    dropped."""
     rng = random.Random(seed)
     text = (
         "I should think é.\n</think>\n\n"
@@ -107,7 +105,7 @@ def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> No
         ("", False),
     ],
 )
-def test_a_think_block_that_the_client_opened_is_open(session: Session, content: str, is_open: bool) -> None:
+def test_think_block_opened_by_the_client_stays_open(session: Session, content: str, is_open: bool) -> None:
     session.ask("Hello")
     assert continued(session, content=content).reasoning_open is is_open
 
@@ -121,7 +119,7 @@ def test_a_think_block_that_the_client_opened_is_open(session: Session, content:
         ("One,", "\n\ntwo", "", "\n\ntwo"),
     ],
 )
-def test_what_follows_is_read_as_going_on(
+def test_continuation_is_segmented_as_mid_text(
     session: Session, content: str, then: str, reasoning: str, answer: str
 ) -> None:
     session.ask("Hello")
@@ -129,7 +127,7 @@ def test_what_follows_is_read_as_going_on(
     assert (turn.reasoning, turn.content) == (reasoning, answer)
 
 
-def test_a_mark_on_the_text_is_the_prompts_end(session: Session) -> None:
+def test_mark_on_the_continued_text_is_the_prompt_end(session: Session) -> None:
     session.ask("Hello")
     messages = [*session.messages, {"role": "assistant", "content": "The answer"}]
     prompt = session.builder.build(
@@ -139,8 +137,8 @@ def test_a_mark_on_the_text_is_the_prompts_end(session: Session) -> None:
     assert prompt.breakpoints[-1].offset == len(prompt.prompt_ids)
 
 
-def test_edits_count_the_prompt_as_it_is(session: Session) -> None:
-    """The trigger's tokens are those of the prompt: nothing behind the text that the answer goes on from."""
+def test_edits_count_tokens_of_the_continued_prompt(session: Session) -> None:
+    """The trigger counts the tokens of the prompt, which ends with the continued text."""
     call = {"id": "c", "type": "function", "function": {"name": "search_flights", "arguments": "{}"}}
     session.messages += [
         {"role": "user", "content": "Hello"},
@@ -161,7 +159,7 @@ def test_edits_count_the_prompt_as_it_is(session: Session) -> None:
         )
 
 
-def test_a_template_that_hides_the_text_can_not_continue_it(tokenizer: Tokenizer) -> None:
+def test_template_that_hides_the_text_rejects_continuation(tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(RequestError, match="can't be continued"):
         PromptBuilder(tokenizer, template, TurnMemory()).build(

@@ -1,4 +1,4 @@
-"""Incremental decoding equals decoding at once; stop strings are found whatever the grouping of the ids."""
+"""Incremental decoding equals decoding at once; stop strings are found for any grouping of the ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def groups(rng: random.Random, ids: list[int]) -> list[list[int]]:
 def run(
     token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = (), min_tokens: int = 0
 ) -> tuple[str, int, str | None]:
-    """(text, ids that count, stop) of a whole stream."""
+    """Return (text, number of ids, stop) of a whole stream."""
     detokenizer = Detokenizer(token_bytes, stop, min_tokens=min_tokens)
     text, count = "", 0
     for piece in pieces:
@@ -40,11 +40,11 @@ def run(
 
 
 def by_character(token_bytes: list[bytes], ids: list[int], stop: tuple[str, ...]) -> tuple[str, int, str | None]:
-    """What must come out, the slow way: grow the text one character at a time until it ends with a stop string."""
+    """Reference implementation: grow the text character by character until it ends with a stop string."""
     for count in range(1, len(ids) + 1):
         raw = b"".join(token_bytes[token_id] for token_id in ids[:count])
         whole = raw.decode(errors="replace")
-        if whole.endswith("\ufffd"):  # maybe half a character: what is certain is what more bytes don't change
+        if whole.endswith("\ufffd"):  # maybe an incomplete character: keep what further bytes don't change
             more = [(raw + tail).decode(errors="replace") for tail in (b"\x80", b"\xbf", b"a")]
             while not all(text.startswith(whole) for text in more):
                 whole = whole[:-1]
@@ -56,7 +56,7 @@ def by_character(token_bytes: list[bytes], ids: list[int], stop: tuple[str, ...]
     return b"".join(token_bytes[token_id] for token_id in ids).decode(errors="replace"), len(ids), None
 
 
-def test_equals_decoding_at_once() -> None:
+def test_incremental_decoding_equals_decoding_at_once() -> None:
     rng = random.Random(1)
     alphabet = [*"aé東🙂👩‍👧".encode(), 0x80, 0xC3, 0xE2, 0xF0, 0xFF]
     for trial in range(3000):
@@ -67,7 +67,7 @@ def test_equals_decoding_at_once() -> None:
         )
 
 
-def test_equals_decoding_at_once_with_the_bundled_tokenizer(tokenizer: Tokenizer) -> None:
+def test_incremental_decoding_equals_decoding_at_once_with_bundled_tokenizer(tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
     for trial in range(200):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(50)]
@@ -75,7 +75,7 @@ def test_equals_decoding_at_once_with_the_bundled_tokenizer(tokenizer: Tokenizer
         assert text == tokenizer.decode(ids), f"seed 2, trial {trial}"
 
 
-def test_half_a_character_waits() -> None:
+def test_incomplete_character_is_held_back() -> None:
     detokenizer = Detokenizer(BYTES)
     emoji = "🙂".encode()
     assert [detokenizer.push([byte]).text for byte in emoji] == ["", "", "", "🙂"]
@@ -104,7 +104,7 @@ def test_stop_strings(pieces: list[bytes], stop: tuple[str, ...], expected: tupl
     assert run(pieces, [[token_id] for token_id in ids], stop) == expected
 
 
-def test_stop_strings_in_any_grouping() -> None:
+def test_stop_strings_are_independent_of_id_grouping() -> None:
     rng = random.Random(3)
     vocabulary = [b"a", b"b", b"ab", b"ba", b"aa", b"bab", b"\xc3", b"\xa9", b"", b"c", b"abcab"]
     for trial in range(5000):
@@ -127,8 +127,7 @@ def test_only_a_possible_stop_is_held_back() -> None:
 
 
 def by_character_behind(ids: list[int], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int, str | None]:
-    """`by_character` of ids that are ASCII, where what is complete with the first `min_tokens` of them is no stop
-    string."""
+    """`by_character` of ASCII ids, ignoring stop strings that are complete within the first `min_tokens` ids."""
     text = bytes(ids).decode()
     for end in range(min_tokens + 1, len(ids) + 1):
         ended = [found for found in stop if text[:end].endswith(found)]
@@ -138,14 +137,14 @@ def by_character_behind(ids: list[int], stop: tuple[str, ...], min_tokens: int) 
     return text, len(ids), None
 
 
-def test_a_stop_string_that_is_complete_with_the_minimum_is_text() -> None:
-    """Even while it waits for the rest of a longer one."""
+def test_stop_string_within_min_tokens_is_text() -> None:
+    """Also while the prefix of a longer stop string is held back."""
     for pieces in ([b"xab", b"z"], [b"xabz"], [b"x", b"a", b"b", b"z"]):
         assert run(BYTES, [list(piece) for piece in pieces], ("ab", "xaby"), 3) == ("xabz", 4, None)
         assert run(BYTES, [list(piece) for piece in pieces], ("ab", "xaby"), 2) == ("x", 3, "ab")
 
 
-def test_any_stop_strings_behind_any_minimum() -> None:
+def test_random_stop_strings_with_random_min_tokens() -> None:
     rng = random.Random(3)
     for trial in range(4000):
         ids = [ord(rng.choice("abc")) for _ in range(rng.randrange(20))]
@@ -156,7 +155,7 @@ def test_any_stop_strings_behind_any_minimum() -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_is_held_back_is_the_longest_beginning_of_a_marker(seed: int) -> None:
+def test_holdback_is_the_longest_marker_prefix(seed: int) -> None:
     rng = random.Random(f"holdback {seed}")
     markers = ["".join(rng.choices("ab", k=rng.randrange(1, 9))) for _ in range(rng.randrange(4))]
     text = "".join(rng.choices("ab", k=rng.randrange(12)))
@@ -164,7 +163,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_marker(seed: int) -> No
     assert Holdback(markers).held(text) == max(sizes, default=0), f"seed {seed}: {markers}, {text!r}"
 
 
-def test_a_long_marker_takes_little_memory() -> None:
+def test_long_marker_needs_little_memory() -> None:
     tracemalloc.start()
     holdback = Holdback(["ab" * 50_000 + "c"])
     assert holdback.held("ab" * 40_000) == 80_000

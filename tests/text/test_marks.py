@@ -1,5 +1,4 @@
-"""A client's marks: what stands before one is what any prompt that parts behind it begins with, and not much less than
-that."""
+"""Client marks: the text before a mark is the common prefix of all prompts that diverge after it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def marked_text(
 
 @pytest.mark.parametrize("file", ALL, ids=lambda file: file.stem)
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_mark_behind_a_message_is_the_beginning_of_whatever_parts_there(file: Path, name: str) -> None:
+def test_mark_after_a_message_ends_a_shared_prefix(file: Path, name: str) -> None:
     template = ChatTemplate(file.read_text(), variables={"eos_token": "<|im_end|>"})
     messages = CONVERSATIONS[name]
     for index, message in enumerate(messages):
@@ -55,7 +54,7 @@ def other_words(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_mark_reaches_the_end_of_its_message() -> None:
+def test_mark_covers_its_whole_message() -> None:
     template = ChatTemplate(BUNDLED.read_text())
     heads = [marked_text(template, LOOP, MessageMark(index)) for index in range(len(LOOP))]
     assert heads[0].endswith(f"{SYSTEM['content']}<|im_end|>\n<|im_start|>user\n")
@@ -105,13 +104,13 @@ def test_kinds(mark: CacheMark, kind: CheckpointKind) -> None:
     assert (rendered.marked_end, kind) in rendered.marks
 
 
-def test_a_mark_behind_the_last_question_is_kept_like_a_branch() -> None:
+def test_mark_after_the_last_question_is_a_branch() -> None:
     rendered = ChatTemplate(BUNDLED.read_text()).render(normalise(LOOP[:2]), TOOLS, marked=[MessageMark(1)])
     assert (rendered.marked_end, CheckpointKind.BRANCH) in rendered.marks
     assert rendered.marks[-1][1] is CheckpointKind.USER
 
 
-def test_a_template_that_refuses_such_conversations_has_no_mark() -> None:
+def test_no_mark_when_the_template_rejects_the_variants() -> None:
     strict = (
         "{% if not add_generation_prompt %}{{ raise_exception('only questions') }}{% endif %}{{ messages[0].content }}"
     )
@@ -120,7 +119,7 @@ def test_a_template_that_refuses_such_conversations_has_no_mark() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_prompts_that_part_behind_a_mark_share_its_tokens(
+def test_prompts_that_diverge_after_a_mark_share_its_tokens(
     tokenizer: Tokenizer, template: ChatTemplate, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -151,5 +150,5 @@ def test_prompts_that_part_behind_a_mark_share_its_tokens(
     )
 
 
-def test_without_marks_there_is_no_marked_end(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_marked_end_is_zero_without_marks(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     assert PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk(LOOP, TOOLS)).marked_end == 0

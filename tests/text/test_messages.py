@@ -1,4 +1,4 @@
-"""What clients send becomes one form; what can't be used is named."""
+"""Normalisation of client messages, and errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.text.messages import normalise, raw_arguments
 from tests.text.conversations import call
 
 
-def test_one_form() -> None:
+def test_messages_are_normalised_to_one_form() -> None:
     sent: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
         {
@@ -44,7 +44,7 @@ def test_results_without_ids_keep_their_order() -> None:
     assert [message["content"] for message in normalise(sent)] == ["", "1", "2"]
 
 
-def test_each_run_of_results_belongs_to_the_calls_before_it() -> None:
+def test_results_are_matched_to_the_calls_before_them() -> None:
     sent: list[dict[str, Any]] = []
     for round_ in ("x", "y"):
         sent.append({"role": "assistant", "tool_calls": [call(f"{round_}{index}", "f", "{}") for index in range(3)]})
@@ -76,7 +76,7 @@ def test_each_run_of_results_belongs_to_the_calls_before_it() -> None:
         "1" * 5000,
     ],
 )
-def test_arguments_that_are_no_object_are_kept_as_text(text: str) -> None:
+def test_non_object_arguments_are_kept_as_text(text: str) -> None:
     messages = normalise([{"role": "assistant", "tool_calls": [call("1", "f", "{}"), call("2", "g", text)]}])
     assert [raw.text for raw in raw_arguments(messages)] == [text]
     assert messages[0]["tool_calls"][0]["function"]["arguments"] == {}
@@ -120,7 +120,7 @@ BLOCKS = [{"type": "thinking", "thinking": "I think.", "signature": "x"}, {"type
         ({"reasoning_details": ROUTED[:1], "thinking_blocks": BLOCKS[1:]}, None),
     ],
 )
-def test_reasoning_is_known_by_its_usual_names_and_forms(fields: dict[str, Any], reasoning: str | None) -> None:
+def test_reasoning_is_read_from_known_names_and_forms(fields: dict[str, Any], reasoning: str | None) -> None:
     (message,) = normalise([{"role": "assistant", "content": "Hi", **fields}])
     expected = {"role": "assistant", "content": "Hi"}
     if reasoning is not None:
@@ -166,7 +166,7 @@ ASSISTANT = {"role": "assistant", "tool_calls": [call("1", "f", "{}")]}
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(messages: list[Any], field: str) -> None:
+def test_invalid_message_error_names_the_field(messages: list[Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         normalise(messages)
     assert caught.value.field == field

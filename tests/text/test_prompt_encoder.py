@@ -1,5 +1,4 @@
-"""Encoding prompts that mostly stood in the one before: the ids and the places are those of the whole text, encoded
-from nothing."""
+"""Cached encoding of growing prompts gives the same ids and offsets as encoding the whole text."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def plain() -> Tokenizer:
 
 
 def confusing() -> Tokenizer:
-    """Added tokens that begin like others, contain others, and take blanks from their neighbours."""
+    """Added tokens that share prefixes, contain each other, and absorb blanks next to them."""
     backend = bundled_backend()
     texts = ["<a", "<a>", "<ab", "<ab><a>", "<|im_end|><|im_", ">>>"]
     backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
@@ -97,8 +96,7 @@ def place_from_nothing(encode: Encode, text: str, stretches: list[Stretch], mark
 
 
 def grown(rng: random.Random, added: Sequence[str], text: str, stretches: list[Stretch]) -> tuple[str, list[Stretch]]:
-    """A text that begins like the last one, up to anywhere in it, and goes on otherwise, with some stretches at other
-    places."""
+    """Return a text that shares a random prefix with the last one, with some stretches at other places."""
     cut = len(text) if rng.random() < 0.6 else rng.randrange(len(text) + 1)
     text = text[:cut] + "".join(
         rng.choice(added) if rng.random() < 0.4 else rng.choice(SCRAPS) for _ in range(rng.randrange(12))
@@ -115,7 +113,7 @@ def grown(rng: random.Random, added: Sequence[str], text: str, stretches: list[S
 @pytest.mark.parametrize("make", [plain, confusing, without_added])
 @pytest.mark.parametrize("keeps_apart", [False, True], ids=["spelled", "sentinels"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ids_and_places_are_those_of_the_whole_text(
+def test_cached_encoding_equals_encoding_the_whole_text(
     make: Callable[[], Tokenizer], keeps_apart: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -140,7 +138,7 @@ def test_ids_and_places_are_those_of_the_whole_text(
             assert encoder.num_bytes <= 20_000
 
 
-def test_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = plain()
     encoder = PromptEncoder(tokenizer)
     first = "<|im_start|>user\nhello<|im_end|>\n" * 50

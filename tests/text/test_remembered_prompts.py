@@ -1,5 +1,4 @@
-"""What a builder remembers of a conversation's last prompt changes no prompt, wherever that one ended: each is that of
-a builder without any."""
+"""The cached last prompt of a conversation never changes a prompt: each equals that of a builder without cache."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ DEEDS = ("ask", "answer", "answer", "go on", "go on", "go on", "begin", "take ba
 
 
 class Client:
-    """A client that asks and begins answers, lets cut ones go on, takes messages back, and has prompts edited and
-    counted."""
+    """A random client: asks, starts answers, continues truncated ones, removes messages, and edits and counts
+    prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -90,18 +89,18 @@ class Client:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_builder_that_has_seen_the_conversation_builds_the_same(tokenizer: Tokenizer, file: str, seed: int) -> None:
+def test_builder_with_cache_builds_the_same_prompts(tokenizer: Tokenizer, file: str, seed: int) -> None:
     client = Client(tokenizer, ChatTemplate(TEMPLATES[file].read_text()), seed)
     for _ in range(150):
         client.do(client.rng.choice(DEEDS))
     assert min(client.num_continued, client.session.builder.num_spliced) > 3, client.where
 
 
-def test_beginnings_of_an_answer_leave_what_is_remembered(
+def test_continued_answers_keep_the_cached_prompt(
     tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what is new is looked at: by each prompt that goes on from an assistant's text, and by the one behind the
-    whole answer."""
+    """Only new text is encoded, by each prompt that continues an assistant message and by the one after the whole
+    answer."""
     session = Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(4))
     session.ask("Hello " * 500)
     pieces = session.builder._encoder._pieces

@@ -1,4 +1,4 @@
-"""Where reasoning, content and calls begin and end: a table, and the same events for any chunking."""
+"""Boundaries of reasoning, content and calls: a table of cases, and equal events for any chunking."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def events_of(chunks: Sequence[str], *, is_cut: bool = False, **options: Any) ->
 
 
 def shown(events: Sequence[TextEvent]) -> list[str]:
-    """One short line an event: R text, C text, or the call with its arguments; `...` for a call without an end."""
+    """Return one short line per event: R text, C text, or the call with its arguments; `...` for a call without an
+    end."""
     lines: list[str] = []
     for event in events:
         match event:
@@ -125,7 +126,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_table(name: str) -> None:
+def test_segmentation_table(name: str) -> None:
     options, text, expected = TABLE[name]
     assert shown(events_of([text], **options)) == expected
     assert shown(events_of(list(text), **options)) == expected
@@ -144,7 +145,7 @@ CUT: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_cut_call_has_no_end(name: str) -> None:
+def test_truncated_call_has_no_end_event(name: str) -> None:
     text, expected = CUT[name]
     for chunks in ([text], list(text)):
         splitter = segmenter()
@@ -157,12 +158,12 @@ def test_a_cut_call_has_no_end(name: str) -> None:
         ]
 
 
-def test_a_cut_hermes_call_is_content() -> None:
+def test_truncated_hermes_call_is_content() -> None:
     text = 'a\n<tool_call>\n{"name": "f", "argu'
     assert shown(events_of(list(text), dialect="hermes", is_cut=True)) == [f"C {text}"]
 
 
-def test_the_whole_turn() -> None:
+def test_turn_collects_all_segments() -> None:
     splitter = segmenter(reasoning_open=True)
     splitter.push(f"so\n</think>\n\nLooking.\n\n{call_text('search_flights', seats='2', direct='True')}\n{SEARCH}")
     splitter.finish()
@@ -208,7 +209,7 @@ SCRAPS = (
 
 
 @pytest.mark.parametrize("dialect", ["qwen3_coder", "hermes"])
-def test_any_chunking_gives_the_same_events(dialect: str) -> None:
+def test_events_are_independent_of_chunking(dialect: str) -> None:
     rng = random.Random(4)
     for trial in range(3000):
         text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 16)))
@@ -226,7 +227,7 @@ def test_any_chunking_gives_the_same_events(dialect: str) -> None:
         check_order(expected, is_cut=options["is_cut"], message=message)
 
 
-def test_content_says_where_it_stands_and_reasoning_where_it_ends() -> None:
+def test_content_offsets_and_reasoning_end() -> None:
     rng = random.Random(6)
     for trial in range(1000):
         text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 16)))
@@ -264,7 +265,8 @@ def test_the_end_of_reasoning(text: str, reasoning: str) -> None:
 
 
 def check_order(events: Sequence[TextEvent], *, is_cut: bool, message: str) -> None:
-    """Calls are numbered in order, each starts, ends once and has arguments that are JSON; reasoning comes first."""
+    """Check that calls are numbered in order, start and end once and have JSON arguments, and that reasoning comes
+    first."""
     arguments: dict[int, str] = {}
     ended: list[int] = []
     for event in events:
@@ -283,8 +285,8 @@ def check_order(events: Sequence[TextEvent], *, is_cut: bool, message: str) -> N
     assert len(arguments) - len(ended) in ((0, 1) if is_cut else (0,)), message
 
 
-def test_nothing_is_lost() -> None:
-    """Without reasoning tags and with nothing that is a call, text passes through unchanged."""
+def test_text_without_tags_is_unchanged() -> None:
+    """Text without reasoning tags and calls is passed on unchanged."""
     rng = random.Random(5)
     scraps = [
         scrap
@@ -309,7 +311,7 @@ def test_detected_dialects() -> None:
 
 
 def tokens_of(text: str) -> dict[str, set[int]]:
-    """By tag: where it stands, but for those behind a backslash, which are quoted."""
+    """Return tag -> offsets, except tags after a backslash, which are quoted."""
     tags = ("<think>", "</think>", "<tool_call>")
     return {tag: {found.start() for found in re.finditer(rf"(?<!\\){tag}", text)} for tag in tags}
 
@@ -331,13 +333,13 @@ QUOTED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_tags_that_are_tokens_count_where_these_stand(name: str) -> None:
+def test_token_tags_are_recognised_at_their_places_only(name: str) -> None:
     options, text, expected = QUOTED[name]
     for chunks in ([text], list(text)):
         assert shown(events_of(chunks, places=tokens_of(text), **options)) == expected
 
 
-def test_where_all_tags_are_tokens_it_is_as_by_text() -> None:
+def test_all_tags_as_tokens_equals_text_mode() -> None:
     rng = random.Random(7)
     scraps = [scrap for scrap in SCRAPS if not scrap.startswith(("<function=", "\\"))]
     for trial in range(1000):

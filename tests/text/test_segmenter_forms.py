@@ -1,4 +1,4 @@
-"""Content of a demanded form: no tag in it counts, but for calls that come in its place."""
+"""Content in a requested form: no tag in it is recognised, except calls in place of the form."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_tags_in_a_form_are_text(
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("text", [f"hm</think>\n\n{CALL}", f"hm {CALL}", f"hm</think>\n\n{CALL}\n{CALL}"])
-def test_calls_in_the_place_of_a_form_are_calls(text: str, size: int) -> None:
+def test_calls_in_place_of_a_form_are_recognised(text: str, size: int) -> None:
     turn = segmented(text, size, has_tools=True)
     assert (turn.reasoning, turn.content, len(turn.calls)) == ("hm", "", text.count(CALL))
 
 
-def test_an_answer_without_reasoning_begins_with_its_form() -> None:
+def test_answer_without_reasoning_starts_with_the_form() -> None:
     turn = segmented("<think>" + TAGGED, 2, has_tools=False, reasoning_open=False)
     assert (turn.reasoning, turn.content) == ("", "<think>" + TAGGED)
 

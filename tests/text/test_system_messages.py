@@ -1,5 +1,5 @@
-"""System messages anywhere: joined at the beginning, in place where the template writes them there, else as marked text
-that asks nothing."""
+"""System messages at any place: joined at the start, in place if the template supports it, else as marked text that is
+not a question."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def marked(text: str) -> str:
         ("json_calls", SystemPlaces(in_place=False, as_result=False)),
     ],
 )
-def test_a_template_shows_what_it_does(name: str, places: SystemPlaces) -> None:
+def test_probe_detects_system_message_support(name: str, places: SystemPlaces) -> None:
     assert template_of(name).system_places == places
 
 
@@ -70,7 +70,7 @@ def test_a_template_shows_what_it_does(name: str, places: SystemPlaces) -> None:
     ],
     ids=["refuses all", "leaves later ones out", "sorts", "sometimes"],
 )
-def test_a_template_that_hides_later_ones_gets_marked_text(source: str) -> None:
+def test_template_that_drops_later_system_messages_gets_marked_text(source: str) -> None:
     template = ChatTemplate(source)
     assert not template.system_places.in_place
     assert not template.system_places.as_result
@@ -80,7 +80,7 @@ def arranged(*messages: dict[str, Any], places: SystemPlaces = MARKED) -> list[d
     return Arranged.of(normalise(messages), places).messages
 
 
-def test_those_at_the_beginning_are_one() -> None:
+def test_leading_system_messages_are_joined() -> None:
     first = [system("a", "developer"), system(" "), system("b"), user("q")]
     assert arranged(*first) == [system("a\n\nb"), user("q")]
     assert arranged(*first, places=SystemPlaces(in_place=True, as_result=False)) == [system("a\n\nb"), user("q")]
@@ -88,7 +88,7 @@ def test_those_at_the_beginning_are_one() -> None:
     assert arranged(system(""), system("b")) == [system("b")]
 
 
-def test_later_ones_stay_where_the_template_takes_them() -> None:
+def test_later_system_messages_stay_in_place_if_supported() -> None:
     messages = [user("q"), system("a", "developer"), ANSWER, system("b"), user("r")]
     assert arranged(*messages, places=SystemPlaces(in_place=True, as_result=False)) == [
         user("q"),
@@ -141,15 +141,15 @@ def test_later_ones_stay_where_the_template_takes_them() -> None:
         "blank",
     ],
 )
-def test_later_ones_become_marked_text(sent: list[dict[str, Any]], shown: list[dict[str, Any]]) -> None:
+def test_later_system_messages_become_marked_text(sent: list[dict[str, Any]], shown: list[dict[str, Any]]) -> None:
     assert [{name: message[name] for name in ("role", "content")} for message in arranged(*sent)] == [
         {name: message[name] for name in ("role", "content")} for message in shown
     ]
 
 
 @pytest.mark.parametrize("name", ["bundled", "like_qwen"])
-def test_the_loop_keeps_its_thinking(name: str) -> None:
-    """Wherever the message stands in the loop, it is no new question."""
+def test_system_message_in_a_tool_loop_keeps_thinking(name: str) -> None:
+    """At any place in the loop, the message is not a new question."""
     template = template_of(name)
     thinking = CALLED | {"reasoning_content": "I should write."}
     for behind in (
@@ -172,25 +172,25 @@ def random_messages(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_marks_follow_their_messages(seed: int) -> None:
+def test_marks_move_with_their_messages(seed: int) -> None:
     rng = random.Random(seed)
     messages = random_messages(rng)
     result = Arranged.of(normalise(messages), SystemPlaces(in_place=rng.random() < 0.3, as_result=rng.random() < 0.5))
     assert sum(message["role"] == "system" for message in result.messages[1:]) == 0 or result.places.in_place
     for index, message in enumerate(messages):
-        at, characters = result.mark(index, None)
+        at, characters = result.move_mark(index, None)
         before = result.messages[at]["content"][:characters]
         text = message["content"].strip().removesuffix("</tool_response>").strip()
         assert text in before, seed
         if message["role"] == "user" and not message["content"].startswith("<tool"):
             assert before.endswith(message["content"]), seed
-        at, characters = result.mark(index, 1)
+        at, characters = result.move_mark(index, 1)
         assert result.messages[at]["content"][:characters].endswith(message["content"][:1]) or not text, seed
 
 
 @pytest.mark.parametrize("name", ["bundled", "like_qwen", "python_values", "json_calls", "tools_in_user", "adds"])
 def test_messages_without_content_are_rendered(name: str) -> None:
-    """As OpenAI's clients send calls: null, or nothing at all."""
+    """OpenAI's clients send calls with null or missing content."""
     adding = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' + m.content | length | string + '\n' }}{% endfor %}"
     )
@@ -213,8 +213,8 @@ def shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool) -> bool:
-    """What comes in between two answers: system messages anywhere behind the results, and perhaps questions. Says
-    whether there was one."""
+    """Add messages between two answers: system messages anywhere after the results, and maybe questions. Returns
+    whether there was a question."""
     gap: list[dict[str, Any]] = []
     for _ in range(rng.randrange(0 if has_calls else 1, 4)):
         words.append(f"word ({len(words)}){rng.choice(['.', ' ', chr(10) + 'é'])}")
@@ -224,9 +224,9 @@ def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool
 
 
 @pytest.mark.parametrize("name", ["bundled", "like_qwen", "python_values", "bundled, all thinking"])
-def test_a_growing_history_keeps_its_tokens(tokenizer: Tokenizer, name: str) -> None:
-    """Random sessions with system messages anywhere: each prompt begins with the last one and its answer, up to where a
-    question drops thinking."""
+def test_growing_history_extends_earlier_prompts(tokenizer: Tokenizer, name: str) -> None:
+    """Random sessions with system messages anywhere: each prompt begins with the previous one and its answer, up to
+    where a question drops thinking."""
     file, _, keeps = name.partition(", ")
     for seed in range(40):
         rng = random.Random(seed)
@@ -259,7 +259,7 @@ def test_a_growing_history_keeps_its_tokens(tokenizer: Tokenizer, name: str) -> 
 
 
 def retried(session: Session, prompt: BuiltPrompt, rng: random.Random, words: list[str], at: str) -> BuiltPrompt:
-    """Now and then nobody waits for the answer, and another system message comes in: what stood there still stands."""
+    """Sometimes the answer is abandoned and another system message is added: the earlier text stays."""
     if rng.random() < 0.7:
         return prompt
     last = session.messages[-1]
@@ -269,12 +269,12 @@ def retried(session: Session, prompt: BuiltPrompt, rng: random.Random, words: li
     text, content = spelled(session.tokenizer, prompt.prompt_ids), last["content"].strip()
     reached = prompt.prompt_ids[
         : shared(prompt.prompt_ids, following.prompt_ids) + 1
-    ]  # the last token may have taken in what follows it
+    ]  # the last token may have merged with the next text
     assert len(spelled(session.tokenizer, reached)) >= text.rindex(content) + len(content), at
     return following
 
 
-def test_a_mark_reaches_the_engine_where_its_text_is(tokenizer: Tokenizer) -> None:
+def test_mark_on_moved_text_reaches_the_engine(tokenizer: Tokenizer) -> None:
     builder = PromptBuilder(tokenizer, template_of("like_qwen"), TurnMemory())
     messages = [system("a"), system("b"), user("question"), system("note"), ANSWER, system("later"), user("more")]
     for index, end in enumerate(["\na", "\nb", "question", "note", "Hello", "later", "more"]):

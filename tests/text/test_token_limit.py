@@ -1,5 +1,4 @@
-"""Texts that are too long are refused before they are encoded, or as soon as it shows; all others have the ids that
-they always had."""
+"""Texts that are too long are refused before or during encoding; all other ids are unchanged."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ SCRAPS = (
 
 
 def like_qwen(
-    pattern: str = max(token_limit._WORDS_APART), *, behavior: str = "isolated", normalizer: Any = None
+    pattern: str = max(token_limit._CUTTABLE_PATTERNS), *, behavior: str = "isolated", normalizer: Any = None
 ) -> Backend:
-    """A small BPE with the parts of Qwen's tokenizers."""
+    """Return a small BPE with the components of Qwen's tokenizers."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizer or normalizers.NFC()
     split = pre_tokenizers.Split(Regex(pattern), behavior=behavior)
@@ -63,8 +62,8 @@ def some_text(rng: random.Random, most: int = 60) -> str:
     return "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(most)))
 
 
-@pytest.mark.parametrize("pattern", sorted(token_limit._WORDS_APART))
-def test_texts_in_parts_have_the_ids_of_the_whole(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", sorted(token_limit._CUTTABLE_PATTERNS))
+def test_text_encoded_in_parts_has_the_ids_of_the_whole(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(like_qwen(pattern))
     assert tokenizer.cuts_at_words
     monkeypatch.setattr(token_limit, "_PART_CHARACTERS", 5)
@@ -76,7 +75,7 @@ def test_texts_in_parts_have_the_ids_of_the_whole(pattern: str, monkeypatch: pyt
         assert [list(ids) for ids in found] == tokenizer.encode_batch(texts), f"seed 7, trial {trial}: {texts}"
 
 
-def test_no_text_has_more_bytes_than_its_ids_can_stand_for(tokenizer: Tokenizer) -> None:
+def test_token_bounds_hold_for_random_texts(tokenizer: Tokenizer) -> None:
     rng = random.Random(8)
     for one in (tokenizer, Tokenizer(like_qwen()), Tokenizer(byte_backend())):
         assert one.bounds is not None
@@ -127,18 +126,18 @@ def that_takes_blanks() -> Backend:
         "a token that takes blanks",
     ],
 )
-def test_nothing_is_said_of_tokenizers_that_may_drop_text(backend: Backend) -> None:
+def test_tokenizers_that_may_drop_text_have_no_bounds(backend: Backend) -> None:
     tokenizer = Tokenizer(backend)
     assert tokenizer.bounds is None
     assert not tokenizer.cuts_at_words
 
 
-def test_a_split_that_nobody_knows_is_no_place_to_cut() -> None:
+def test_unknown_pre_tokenizer_is_not_cut_at_words() -> None:
     assert not Tokenizer(like_qwen(r"(?<=a) |\w+|\W+")).cuts_at_words
 
 
 class Watched:
-    """Counts the characters that are encoded."""
+    """A tokenizer that counts the encoded characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.bounds, self.cuts_at_words = tokenizer.bounds, tokenizer.cuts_at_words
@@ -150,7 +149,7 @@ class Watched:
         return self._tokenizer.encode_batch(texts, added_tokens=added_tokens)
 
 
-def test_a_text_of_too_many_bytes_is_not_encoded_at_all(tokenizer: Tokenizer) -> None:
+def test_text_with_too_many_bytes_is_not_encoded(tokenizer: Tokenizer) -> None:
     watched = Watched(tokenizer)
     with pytest.raises(ContextLengthError, match="25,165,824 bytes': exceeds the context limit of 8192 tokens"):
         encode_within(watched, ["a word  " * (3 << 20)], each=TokenLimit(8192))
@@ -158,7 +157,7 @@ def test_a_text_of_too_many_bytes_is_not_encoded_at_all(tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("kind", ["each", "together"])
-def test_encoding_ends_once_there_are_too_many_ids(kind: str) -> None:
+def test_encoding_stops_at_too_many_ids(kind: str) -> None:
     watched = Watched(Tokenizer(like_qwen()))
     assert watched.bounds is not None
     texts = ["a b 1234567890 " * (1 << 19)] if kind == "each" else ["a b 1234567890 " * 5000] * 100

@@ -1,4 +1,4 @@
-"""The byte table is the tokenizer's, piecewise encoding is whole encoding, and unusable files are refused by name."""
+"""The byte table matches the tokenizer, piecewise encoding equals whole encoding, and errors name unusable files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backend() -> Backend:
     return Backend.from_file(str(bundled.DIRECTORY / "tokenizer.json"))
 
 
-def test_every_byte_and_token_has_its_bytes(tokenizer: Tokenizer, backend: Backend) -> None:
+def test_byte_table_covers_every_byte_and_token(tokenizer: Tokenizer, backend: Backend) -> None:
     assert tokenizer.vocab_size == backend.get_vocab_size()
     assert {bytes([byte]) for byte in range(256)} <= set(tokenizer.token_bytes)
     for text in SAMPLES:
@@ -43,7 +43,7 @@ def test_every_byte_and_token_has_its_bytes(tokenizer: Tokenizer, backend: Backe
         assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
 
 
-def test_control_tokens_never_show_and_the_others_do(tokenizer: Tokenizer) -> None:
+def test_control_tokens_are_hidden_and_other_added_tokens_shown(tokenizer: Tokenizer) -> None:
     text = "<|im_start|>assistant\n<think>\nso\n</think>\n\n<tool_call>\n</tool_call><|im_end|>"
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.special_ids["<|im_start|>"]
@@ -54,8 +54,8 @@ def test_control_tokens_never_show_and_the_others_do(tokenizer: Tokenizer) -> No
     assert tokenizer.id_of("hello") is None
 
 
-def test_pieces_encode_to_the_whole(tokenizer: Tokenizer) -> None:
-    """Piecewise equals whole, on text made to provoke merges across the cuts, with a cache too small to keep much."""
+def test_piecewise_encoding_equals_whole_encoding(tokenizer: Tokenizer) -> None:
+    """On text that provokes merges across cuts, with a small cache."""
     rng = random.Random(20)
     added = [token.text for token in tokenizer.added_tokens]
     scraps = (
@@ -91,8 +91,8 @@ def test_pieces_encode_to_the_whole(tokenizer: Tokenizer) -> None:
         assert list(encoder.encode(text)) == tokenizer.encode(text), f"seed 20, trial {trial}: {text!r}"
 
 
-def test_no_cut_beside_tokens_that_look_at_their_neighbours() -> None:
-    """A token that takes whitespace from its neighbours, or is matched in normalised text, keeps them in its piece."""
+def test_text_is_not_cut_next_to_tokens_that_absorb_whitespace() -> None:
+    """A token that absorbs whitespace, or is matched in normalised text, stays in one piece with its neighbours."""
     backend = byte_backend()
     backend.add_tokens(
         [
@@ -107,11 +107,11 @@ def test_no_cut_beside_tokens_that_look_at_their_neighbours() -> None:
     assert list(encoder.encode(text)) == tokenizer.encode(text)
 
 
-def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_returns_none(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path) is None
 
 
-def test_named_end_of_turn(tmp_path: Path) -> None:
+def test_eos_id_comes_from_the_named_token(tmp_path: Path) -> None:
     write_text_assets(tmp_path)
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer is not None
@@ -123,37 +123,37 @@ def test_named_end_of_turn(tmp_path: Path) -> None:
     assert unnamed.eos_id is None
 
 
-def test_ids_without_a_token_stand_for_nothing() -> None:
+def test_ids_without_a_token_decode_to_nothing() -> None:
     tokenizer = Tokenizer(Backend(models.BPE(vocab={"a": 0, "b": 3}, merges=[])))
     assert tokenizer.token_bytes == [b"a", b"", b"", b"b"]
     assert tokenizer.decode([0, 1, 3]) == "ab"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": 1}'])
-def test_unusable_files_are_named(tmp_path: Path, text: str) -> None:
+def test_unusable_tokenizer_error_names_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_only_byte_level_vocabularies() -> None:
+def test_vocabulary_must_be_byte_level() -> None:
     with pytest.raises(CheckpointError, match=r"▁the.*byte-level"):
         Tokenizer(Backend(models.BPE(vocab={"▁the": 0}, merges=[])))
 
 
-def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:
+def test_invalid_unicode_is_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="surrogates"):
         tokenizer.encode("abc \ud800")
 
 
-def test_text_on_which_the_library_panics_is_refused_and_the_next_is_read(tokenizer: Tokenizer) -> None:
+def test_library_panic_rejects_one_text_only(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"can't be tokenised \(4,000,002 characters\)"):
         tokenizer.encode("a" + " " * 4_000_000 + "x")
     assert tokenizer.decode(tokenizer.encode("as before")) == "as before"
 
 
-def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
-    """A table of all ids is made."""
+def test_token_id_above_the_vocabulary_limit_is_rejected(tmp_path: Path) -> None:
+    """The byte table has an entry for every id below the greatest."""
     tokenizer = json.loads(byte_backend().to_str())
     tokenizer["model"]["vocab"]["!"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -1,4 +1,4 @@
-"""Both dialects by table: values, types, quoted markup, forgiven and unforgiven mistakes."""
+"""Tables for both dialects: values, types, quoted markup, tolerated and rejected mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SCHEMAS = ToolSchemas([TOOL])
 
 
 def parse(dialect: str, text: str) -> tuple[dict[str, Any] | None, str]:
-    """(arguments, rest), or (None, rest) when it is no call; the trigger, then character by character, then final."""
+    """Return (arguments, rest), or (None, rest) when it is not a call. Pushes the trigger, then character by character,
+    then final."""
     parser = DIALECTS[dialect].parser(0, SCHEMAS, lambda: "id")
     step = parser.push("<tool_call>")
     text = text.removeprefix("<tool_call>")
@@ -106,7 +107,7 @@ def parse(dialect: str, text: str) -> tuple[dict[str, Any] | None, str]:
         ("unknown", "1", "1"),
     ],
 )
-def test_values_by_schema(key: str, value: str, expected: object) -> None:
+def test_values_are_coerced_by_schema(key: str, value: str, expected: object) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     assert parse("qwen3_coder", text) == ({key: expected}, "")
 
@@ -157,7 +158,7 @@ XML: dict[str, tuple[str, dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize("name", XML)
-def test_xml_forms(name: str) -> None:
+def test_xml_call_table(name: str) -> None:
     text, arguments, rest = XML[name]
     assert parse("qwen3_coder", text) == (arguments, rest)
 
@@ -195,12 +196,12 @@ HERMES: dict[str, tuple[str, dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize("name", HERMES)
-def test_hermes_forms(name: str) -> None:
+def test_hermes_call_table(name: str) -> None:
     text, arguments, rest = HERMES[name]
     assert parse("hermes", text) == (arguments, rest)
 
 
-def test_string_values_stream_while_they_are_written() -> None:
+def test_string_values_are_streamed() -> None:
     parser = DIALECTS["qwen3_coder"].parser(0, SCHEMAS, lambda: "id")
     parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
     assert [event.text for event in parser.push("line one\nline").events if isinstance(event, ToolCallArguments)] == [

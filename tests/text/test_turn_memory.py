@@ -1,4 +1,4 @@
-"""What is remembered, under which keys, and for how long."""
+"""The turn memory: keys, restored turns and eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def message(content: str, *ids: str, arguments: str = '{"a":[2],"b":1}') -> dict
     )[0]
 
 
-def test_the_key_of_a_returned_turn_is_the_key_of_the_turn() -> None:
+def test_returned_turn_has_the_key_of_the_generated_turn() -> None:
     for content, ids in (("Done.", ()), ("", ("x", "y")), (" spaced\n", ("x",))):
         turn = record(content, *ids).turn
         key = extend_by_turn(KEY, turn)
@@ -40,30 +40,30 @@ def test_found_by_ids_or_by_conversation() -> None:
     memory = TurnMemory()
     made = record("", "x", "y")
     key = extend_by_turn(KEY, made.turn)
-    memory.remember(key, made)
-    assert memory.find(b"elsewhere", message("", "x", "y")) is made
-    assert memory.find(key, message("", "renamed", "ids")) is made
-    assert memory.find(b"elsewhere", message("", "renamed", "ids")) is None
-    assert memory.find(b"elsewhere", message("", "x")) is None
-    assert memory.find(key, message("", "x", "y", arguments='{"a": [3], "b": 1}')) is None
-    assert memory.find(key, message("changed", "x", "y")) is None
-    assert memory.find(key, {**message("", "x", "y"), "reasoning_content": "other"}) is None
-    assert memory.find(key, {**message("", "x", "y"), "reasoning_content": " r\n"}) is made
+    memory.add_turn(key, made)
+    assert memory.find_turn(b"elsewhere", message("", "x", "y")) is made
+    assert memory.find_turn(key, message("", "renamed", "ids")) is made
+    assert memory.find_turn(b"elsewhere", message("", "renamed", "ids")) is None
+    assert memory.find_turn(b"elsewhere", message("", "x")) is None
+    assert memory.find_turn(key, message("", "x", "y", arguments='{"a": [3], "b": 1}')) is None
+    assert memory.find_turn(key, message("changed", "x", "y")) is None
+    assert memory.find_turn(key, {**message("", "x", "y"), "reasoning_content": "other"}) is None
+    assert memory.find_turn(key, {**message("", "x", "y"), "reasoning_content": " r\n"}) is made
 
 
-def test_the_same_ids_in_two_namespaces() -> None:
+def test_same_call_ids_in_two_namespaces_are_separate() -> None:
     memory = TurnMemory()
     made = [replace(record("", "x"), namespace=namespace) for namespace in ("", "salt")]
     keys = [extend_by_turn(conversation_seed(one.namespace), one.turn) for one in made]
     for key, one in zip(keys, made, strict=True):
-        memory.remember(key, one)
-    assert [memory.find(b"elsewhere", message("", "x"), namespace) for namespace in ("", "salt", "other")] == [
+        memory.add_turn(key, one)
+    assert [memory.find_turn(b"elsewhere", message("", "x"), namespace) for namespace in ("", "salt", "other")] == [
         *made,
         None,
     ]
 
 
-def test_restored_turn() -> None:
+def test_turn_is_restored_with_reasoning_and_argument_order() -> None:
     made = TurnRecord(
         AssistantTurn(reasoning="r", calls=(ToolCall(id="x", name="f", arguments='{"b": 1}', as_written={"b": "01"}),)),
         array("i"),
@@ -79,23 +79,23 @@ def test_restored_turn() -> None:
     assert "reasoning_content" not in returned
 
 
-def test_bounded_by_bytes_least_recently_used_first() -> None:
+def test_memory_is_bounded_and_evicts_least_recently_used() -> None:
     one = record("x", size=1000).num_bytes
     memory = TurnMemory(max_bytes=3 * one)
     for name in "abc":
-        memory.remember(name.encode(), record(name, size=1000))
-    assert memory.find(b"a", message("a")) is not None
-    memory.remember(b"d", record("d", size=1000))
-    assert [memory.find(name.encode(), message(name)) is not None for name in "abcd"] == [True, False, True, True]
+        memory.add_turn(name.encode(), record(name, size=1000))
+    assert memory.find_turn(b"a", message("a")) is not None
+    memory.add_turn(b"d", record("d", size=1000))
+    assert [memory.find_turn(name.encode(), message(name)) is not None for name in "abcd"] == [True, False, True, True]
     assert (len(memory), memory.num_bytes) == (3, 3 * one)
-    memory.remember(b"d", record("d", size=1000))
+    memory.add_turn(b"d", record("d", size=1000))
     assert (len(memory), memory.num_bytes) == (3, 3 * one)
-    memory.remember(b"e", record("e", size=10_000))
+    memory.add_turn(b"e", record("e", size=10_000))
     assert (len(memory), memory.num_bytes) == (0, 0)
 
 
-def test_forgotten_turns_leave_no_ids_behind() -> None:
+def test_evicted_turns_leave_no_call_ids() -> None:
     memory = TurnMemory(max_bytes=5 * record("", "id 0").num_bytes)
     for number in range(100):
-        memory.remember(str(number % 10).encode(), record("", f"id {number}"))
+        memory.add_turn(str(number % 10).encode(), record("", f"id {number}"))
     assert len(memory) == len(memory._key_of_calls) == 5

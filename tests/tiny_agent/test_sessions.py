@@ -46,7 +46,7 @@ def test_gold_trajectories_reach_their_goals(made: list[tuple[Example, list[str]
                     results.append(outcome.text)
                     num_calls += 1
             goal = msgspec.convert(turn.goal, Goal)
-            assert simulator.reached(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (
+            assert not simulator.misses(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (
                 example.session_id,
                 turn,
             )

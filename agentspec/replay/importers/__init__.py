@@ -1,5 +1,5 @@
-"""`agentspec import FORMAT IN OUT`: other tools' traces as replay files. Each format has a reader that yields a
-ReplayFile."""
+"""`agentspec import FORMAT IN OUT`: convert other tools' traces to replay files. Each format has a reader that returns
+a ReplayFile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMATS = ("mooncake", *_READERS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `agentspec import`."""
+    """Add the arguments of `agentspec import`."""
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"one of {', '.join(FORMATS)}")
     parser.add_argument("input", metavar="IN", help="the trace, plain or gzip")
     parser.add_argument("output", metavar="OUT", help="replay file to write; gzip when the name ends in .gz")
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert as asked; says on stderr what was made. Raises ReplayFileError and ConfigError."""
+    """Convert a trace and report the result on stderr. Raises ReplayFileError and ConfigError."""
     if args.link and args.format != "mooncake":
         raise ConfigError("link", True, f"has no meaning for {args.format}")
     file = convert(args.format, args.input, link=args.link)
     save(file, args.output)
-    load(args.output)  # what we write must satisfy the format's own rules
+    load(args.output)  # the output must satisfy the format's own rules
     num_turns = sum(len(session.turns) for session in file.sessions)
     print(f"{args.output}: {len(file.sessions)} sessions, {num_turns} turns", file=sys.stderr)
     return 0

@@ -1,31 +1,28 @@
-"""Trajectories that agents keep of their own runs: tau-bench, mini-swe-agent and SWE-agent.
+"""Import trajectories of agents: tau-bench, mini-swe-agent and SWE-agent.
 
-Cut before every answer of the model, which becomes the recorded one; what follows the last answer was never asked, so
-it is left out. Tools are not part of these files, except mini-swe-agent's only one. Of a message's fields those stay
-that a prompt shows; an unknown one is an error.
+A trajectory is split before every answer of the model, which becomes the recorded one. Messages after the last answer
+were never sent, so they are dropped. These files contain no tools; mini-swe-agent's only tool is added. Message fields
+that no prompt shows are dropped; an unknown field is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.documents import convert, read_documents
+from agentspec.replay.importers.documents import convert, read_sessions
 from agentspec.replay.schema import (
     AssistantMessage,
     Expect,
     InputMessage,
-    Meta,
     RecordedUsage,
     ReplayFile,
     Session,
     Turn,
-    check_session,
 )
 
 _SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
@@ -42,7 +39,7 @@ _HIDDEN = (
     ),
     *("agent", "message_type", "thought", "action", "tool_call_ids", "is_demo", "tags", "extra"),
 )
-"""Fields that no prompt shows, or that are there a second time."""
+"""Message fields that no prompt shows, or that repeat another field."""
 
 _BASH = {
     "type": "function",
@@ -60,42 +57,42 @@ class _Step:
 
     message: dict[str, Any]
     took_ms: float | None = None
-    """Of a client's message: time since the model's last answer."""
+    """Of a client's message: milliseconds since the model's last answer."""
     latency_ms: float | None = None
-    """Of an answer: time since the message before it."""
+    """Of an answer: milliseconds since the previous message."""
     usage: RecordedUsage | None = None
     finish_reason: str | None = None
 
 
 def read_tau_bench(path: str | Path) -> ReplayFile:
-    """Results of tau-bench runs: a list of {"task_id", "trial", "traj"}. No times are recorded."""
+    """Read results of tau-bench runs: a list of {"task_id", "trial", "traj"}. No times are recorded."""
 
-    def session(item: Any, number: int) -> Session:
+    def convert_item(item: Any, number: int) -> Iterator[Session]:
         run = convert("", item, _TauRun)
         steps = [_Step(message=message) for message in run.traj]
-        return _session(f"task-{run.task_id}-{run.trial}", steps, group=f"task-{run.task_id}", has_user=True)
+        yield _session(f"task-{run.task_id}-{run.trial}", steps, group=f"task-{run.task_id}", has_user=True)
 
-    return _read(path, "tau-bench", session)
+    return read_sessions(path, "tau-bench", convert_item)
 
 
 def read_mini_swe_agent(path: str | Path) -> ReplayFile:
-    """Trajectories of mini-swe-agent (`*.traj.json`). Tool time is the result's timestamp minus that of the answer
-    before it."""
+    """Read trajectories of mini-swe-agent (`*.traj.json`). Tool time is the result's timestamp minus the previous
+    answer's."""
 
-    def session(item: Any, number: int) -> Session:
+    def convert_item(item: Any, number: int) -> Iterator[Session]:
         run = convert("", item, _MiniRun)
         name = run.instance_id or Path(path).name.partition(".")[0] + (f"-{number}" if number > 1 else "")
         steps = list(_timed(message for message in run.messages if message.get("role") != "exit"))
         calls = any(step.message.get("tool_calls") for step in steps)
-        return _session(name, steps, group=run.instance_id, has_user=False, tools=[_BASH] if calls else None)
+        yield _session(name, steps, group=run.instance_id, has_user=False, tools=[_BASH] if calls else None)
 
-    return _read(path, "mini-swe-agent", session)
+    return read_sessions(path, "mini-swe-agent", convert_item)
 
 
 def read_swe_agent(path: str | Path) -> ReplayFile:
-    """Trajectories of SWE-agent (`*.traj`). Tool times are those of the steps, where there is one step an answer."""
+    """Read trajectories of SWE-agent (`*.traj`). Tool times are those of the steps, if there is one step per answer."""
 
-    def session(item: Any, number: int) -> Session:
+    def convert_item(item: Any, number: int) -> Iterator[Session]:
         run = convert("", item, _SweRun)
         name = Path(path).name.partition(".")[0] + (f"-{number}" if number > 1 else "")
         times = [step.get("execution_time") for step in run.trajectory]
@@ -103,9 +100,9 @@ def read_swe_agent(path: str | Path) -> ReplayFile:
             message.get("role") == "assistant" and not message.get("is_demo") for message in run.history
         ):
             times = []
-        return _session(name, list(_with_tool_times(run.history, iter(times))), group=None, has_user=False)
+        yield _session(name, list(_with_tool_times(run.history, iter(times))), group=None, has_user=False)
 
-    return _read(path, "swe-agent", session)
+    return read_sessions(path, "swe-agent", convert_item)
 
 
 class _TauRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,28 +121,10 @@ class _MiniRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _SweRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The file has many more fields, of the run's configuration."""
+    """Further fields of the file, mostly configuration, are ignored."""
 
     history: list[dict[str, Any]]
     trajectory: list[dict[str, Any]]
-
-
-def _read(path: str | Path, importer: str, session: Callable[[Any, int], Session]) -> ReplayFile:
-    sessions: dict[str, Session] = {}
-    for number, item in read_documents(path):
-        try:
-            made = session(item, number)
-            check_session(made, Meta())
-            if made.session_id in sessions:
-                raise ValueError(f"session {made.session_id!r} occurs twice")
-        except ValueError as error:
-            raise ReplayFileError(str(path), number, str(error)) from None
-        sessions[made.session_id] = made
-    return ReplayFile(
-        path=str(path),
-        meta=Meta(source={"importer": importer, "file": Path(path).name}),
-        sessions=list(sessions.values()),
-    )
 
 
 def _timed(messages: Iterator[dict[str, Any]]) -> Iterator[_Step]:
@@ -197,7 +176,7 @@ def _with_tool_times(history: list[dict[str, Any]], times: Iterator[float | None
 def _session(
     name: str, steps: list[_Step], *, group: str | None, has_user: bool, tools: list[dict[str, Any]] | None = None
 ) -> Session:
-    """has_user: a user, not only tools, speaks between answers."""
+    """Build a session. `has_user`: user messages, not only tool results, may come between answers."""
     turns: list[Turn] = []
     new: list[InputMessage] = []
     took_ms = 0.0

@@ -1,8 +1,8 @@
-"""Alibaba's Bailian usage traces: one request a line with its chat, the chat that it continues, its lengths and the
-hashes of its 16-token blocks.
+"""Import Alibaba's Bailian usage traces: one request per line with its chat id, parent chat id, lengths and the hashes
+of 16-token blocks.
 
-A chat that continues another is its session's next turn. Of several that continue the same one, the earliest does; the
-others open sessions of their own, whose prompts begin with the same blocks.
+A chat with a parent is the next turn of the parent's session. Of several chats with the same parent, the earliest is;
+the others open sessions of their own, whose prompts begin with the same blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_length: int
     hash_ids: list[int]
     parent_chat_id: int = -1
-    """-1: it continues none."""
+    """-1: no parent."""
     turn: int = 1
     type: Literal["text", "search", "image", "file"] = "text"
 
@@ -43,11 +43,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: str | Path) -> ReplayFile:
-    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of
-    it."""
+    """Read the trace as sessions, in order of arrival. Raises ReplayFileError for the first invalid line."""
     chains: list[list[Request]] = []
     ending: dict[int, list[Request]] = {}
-    """chat -> the session that it ends so far."""
+    """Chat id -> the session whose last turn it is."""
     for asked in sorted(read_trace(path, Request, BLOCK_SIZE), key=lambda request: request.timestamp):
         session = ending.pop(asked.parent_chat_id, None)
         if session is None:

@@ -1,9 +1,7 @@
-"""Agentic conversations as MLPerf Endpoints keeps them: flat rows, one a message, in the order of a conversation's
-turns.
+"""Import agentic conversations of MLPerf Endpoints: flat rows, one per message, in the order of each conversation.
 
-A conversation is cut before every row of the assistant, which becomes the recorded answer; rows of the client that
-follow one another are one turn. The benchmark's schema allows fields beyond its own; its client sends none of them, so
-they are read over here, too.
+A conversation is split before every assistant row, which becomes the recorded answer; consecutive client rows are one
+turn. The benchmark's schema allows additional fields; its client sends none of them, so they are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.documents import convert
+from agentspec.replay.importers.documents import Toolsets, convert
 from agentspec.replay.schema import (
     AssistantMessage,
     Expect,
@@ -26,9 +24,9 @@ from agentspec.replay.schema import (
     Session,
     ToolCall,
     Turn,
-    check_meta,
     check_session,
     decoded,
+    errors_at,
     read_lines,
 )
 
@@ -36,7 +34,7 @@ _REQUEST_FIELDS = (
     *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("stop", "n", "logit_bias", "user", "tool_choice", "chat_template_kwargs"),
 )
-"""Fields of a client's row that go with its request, as they stand."""
+"""Fields of a client row that are sent with its request, unchanged."""
 
 _METADATA = "dataset_metadata"
 """`_type` of rows about the file."""
@@ -65,13 +63,13 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     name: str | None = None
     system: str | None = None
-    """Opens the conversation, whichever row has it."""
+    """System prompt of the conversation; may be in any row."""
     tools: list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
     tool_results: list[_Result] | None = None
     reasoning_content: str | None = None
     delay_seconds: float | None = None
-    """Wait before the row is sent."""
+    """Wait before the row is sent, in seconds."""
     max_new_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
@@ -83,7 +81,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> list[InputMessage]:
-        """What a row of the client adds."""
+        """Messages of a client row."""
         if self.role == "tool":
             return [
                 InputMessage(role="tool", tool_call_id=result.tool_call_id, content=result.content)
@@ -93,7 +91,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> AssistantMessage:
-        """What a row of the assistant says."""
+        """The answer in an assistant row."""
         calls = [
             ToolCall(id=call.id, function=FunctionCall(name=call.function.name, arguments=_text(call)))
             for call in self.tool_calls or []
@@ -104,56 +102,50 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: str | Path) -> ReplayFile:
-    """The conversations as sessions, in the order of the file. Raises ReplayFileError naming line and field."""
+    """Read the conversations as sessions, in the order of the file. Raises ReplayFileError naming line and field."""
     conversations: dict[str, _Conversation] = {}
-    toolsets: dict[str, list[dict[str, Any]]] = {}
+    toolsets = Toolsets()
     for number, line in read_lines(path):
-        try:
+        with errors_at(path, number):
             item = decoded(line)
             if isinstance(item, dict) and item.get("_type") == _METADATA:
                 continue
             row = convert("", item, _Row)
             fields = {name: item[name] for name in _REQUEST_FIELDS if item.get(name) is not None}
-            conversations.setdefault(row.conversation_id, _Conversation(toolsets)).add(row, fields)
-        except ValueError as error:  # also msgspec's own errors
-            raise ReplayFileError(str(path), number, str(error)) from None
+            conversations.setdefault(row.conversation_id, _Conversation(toolsets)).add_row(row, fields)
     if not conversations:
         raise ReplayFileError(str(path), 1, "the file has no conversations")
-    meta = Meta(toolsets=toolsets, source={"importer": "mlperf-agentic", "file": Path(path).name})
+    meta = Meta(toolsets=toolsets.by_name, source={"importer": "mlperf-agentic", "file": Path(path).name})
     sessions = []
     for number, (name, conversation) in enumerate(conversations.items(), start=1):
-        try:
+        with errors_at(path, number, f"conversation {name!r}: "):
             sessions.append(conversation.session(name))
             check_session(sessions[-1], meta)
-        except ValueError as error:
-            raise ReplayFileError(str(path), number, f"conversation {name!r}: {error}") from None
     return ReplayFile(path=str(path), meta=meta, sessions=sessions)
 
 
 class _Conversation:
-    """The rows of one conversation so far, as turns."""
+    """Collects the rows of one conversation as turns."""
 
-    def __init__(self, toolsets: dict[str, list[dict[str, Any]]]) -> None:
+    def __init__(self, toolsets: Toolsets) -> None:
         self._toolsets = toolsets
         self._num_rows = 0
         self._system: str | None = None
         self._toolset: str | None = None
         self._limit: int | None = None
-        """As the first row says; for every row that says nothing."""
+        """Output limit of the first row that has one; the default for other rows."""
         self._turns: list[Turn] = []
         self._is_answered = True
 
-    def add(self, row: _Row, fields: dict[str, Any]) -> None:
-        """`fields`: those of the request that the row is sent with. Raises ValueError for a row that can't follow what
-        is there."""
+    def add_row(self, row: _Row, fields: dict[str, Any]) -> None:
+        """Add a row; `fields`: its request fields. Raises ValueError for a row that is out of order."""
         self._num_rows += 1
         if row.turn != self._num_rows:
             raise ValueError(
                 f"turn: {row.turn} must be {self._num_rows}, the next of conversation {row.conversation_id!r}"
             )
         self._system = self._system or row.system
-        if row.tools and self._toolset is None:
-            self._toolset = self._name(row.tools)
+        self._toolset = self._toolset or self._toolsets.name_of(row.tools)
         if row.role == "assistant":
             self._add_answer(row)
         else:
@@ -204,7 +196,7 @@ class _Conversation:
         self._is_answered = False
 
     def _check_results(self, results: list[_Result]) -> None:
-        """Results belong to the calls of the answer before them: a server could not show others."""
+        """Check that results refer to calls of the previous answer: chat templates can't render others."""
         answer = self._turns[-1].recorded_message if self._turns and self._is_answered else None
         called = [call.id for call in answer.tool_calls] if answer is not None else []
         if not results:
@@ -214,15 +206,6 @@ class _Conversation:
                 raise ValueError(
                     f"tool_results[{index}].tool_call_id: {result.tool_call_id!r} is no call of the row before"
                 )
-
-    def _name(self, tools: list[dict[str, Any]]) -> str:
-        """The name of a list of tools; equal lists have one."""
-        name = next((name for name, known in self._toolsets.items() if json.dumps(known) == json.dumps(tools)), None)
-        if name is None:
-            name = f"tools-{len(self._toolsets) + 1}"
-            check_meta(Meta(toolsets={name: tools}))
-            self._toolsets[name] = tools
-        return name
 
 
 def _text(call: _Call) -> str:

@@ -1,10 +1,10 @@
-"""Mooncake's request traces (FAST'25 release): one request a line with its arrival, its lengths and the hashes of its
+"""Import Mooncake's request traces (FAST'25 release): one request per line with arrival, lengths and the hashes of
 512-token blocks.
 
-The trace names no sessions. With `link`, a request whose whole blocks extend those of an earlier one, and which is at
-least as long as that one's prompt and answer together, is taken for its next turn: a heuristic, so the file says that
-its sessions are inferred. A single shared block proves nothing (in the conversation trace nearly every request begins
-with the same one), so links need two.
+The trace has no session ids. With `link`, a request becomes the next turn of an earlier one if its whole blocks extend
+the earlier one's and it is at least as long as the earlier prompt and answer. This is a heuristic, so the file's source
+says that sessions are inferred. One shared block is not evidence, since nearly every request of the conversation trace
+begins with the same block; links need two.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: str | Path, *, link: bool) -> ReplayFile:
-    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of
-    it."""
+    """Read the trace as sessions, in order of arrival. Raises ReplayFileError for the first invalid line."""
     requests = sorted(read_trace(path, Request, BLOCK_SIZE), key=lambda request: request.timestamp)
     chains = _link(requests) if link else [[index] for index in range(len(requests))]
     source = {
@@ -59,12 +58,12 @@ def _session(numbers: list[int], requests: list[Request]) -> Session:
 
 
 def _link(requests: list[Request]) -> list[list[int]]:
-    """Chains of request numbers. A request continues the deepest, then latest, earlier one that fits and is not
-    continued yet."""
+    """Return chains of request indices. A request continues the earlier one with the longest common prefix, then the
+    latest, that has no continuation yet."""
     steps: dict[tuple[int, int], int] = {}
-    """(prefix, block id) -> the prefix with that block; 0 is the empty prefix."""
+    """(prefix id, block id) -> id of the longer prefix; 0 is the empty prefix."""
     ending: dict[int, list[int]] = {}
-    """prefix -> requests whose whole blocks are exactly it, not continued yet."""
+    """Prefix id -> requests with exactly these whole blocks and no continuation yet."""
     chain_of: dict[int, list[int]] = {}
     chains: list[list[int]] = []
     for number, request in enumerate(requests):
@@ -84,7 +83,7 @@ def _link(requests: list[Request]) -> list[list[int]]:
 
 
 def _continued(request: Request, path: list[int], ending: dict[int, list[int]], requests: list[Request]) -> int | None:
-    """Takes the request that `request` continues out of `ending`."""
+    """Remove and return the request in `ending` that `request` continues; None without one."""
     for prefix in reversed(path[MIN_LINK_BLOCKS - 1 :]):
         waiting = ending.get(prefix, [])
         for place in reversed(range(len(waiting))):

@@ -1,21 +1,20 @@
-"""OpenAI message transcripts: each line a list of messages, or an object with `messages` and any other fields of the
-request.
+"""Import OpenAI message transcripts: each line is a list of messages, or an object with `messages` and other request
+fields.
 
-A conversation is cut before every assistant message, which becomes the turn's recorded answer. Lists of tools that are
-equal are shared.
+A conversation is split before every assistant message, which becomes the turn's recorded answer. Equal lists of tools
+are shared.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.documents import convert
+from agentspec.replay.importers.documents import Toolsets, convert
 from agentspec.replay.schema import (
     AssistantMessage,
     Expect,
@@ -24,63 +23,60 @@ from agentspec.replay.schema import (
     ReplayFile,
     Session,
     Turn,
-    check_meta,
     check_session,
     decoded,
+    errors_at,
     read_lines,
 )
 
 _NOT_REPLAYED = ("stream", "stream_options")
-"""Fields that say how an answer was delivered, which is the client's business."""
+"""Request fields about the delivery of the answer, which the replay client sets itself."""
 
 
 def read(path: str | Path) -> ReplayFile:
-    """The transcript as sessions, one a line. Raises ReplayFileError naming line and field."""
+    """Read the transcript as sessions, one per line. Raises ReplayFileError naming line and field."""
     conversations = Transcripts()
     for number, line in read_lines(path):
-        try:
-            conversations.add(_decode(line), number)
-        except ValueError as error:  # also msgspec's own errors
-            raise ReplayFileError(str(path), number, str(error)) from None
+        with errors_at(path, number):
+            conversations.add_conversation(_decode(line), number)
     return conversations.file(path, "openai-messages")
 
 
 class Transcripts:
-    """What the conversations so far have given."""
+    """Collects conversations and requests as sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._toolsets: dict[str, list[dict[str, Any]]] = {}
+        self._toolsets = Toolsets()
         self._models: set[str] = set()
-        self._names: dict[str, str] = {}
-        """JSON of a list of tools -> its name."""
         self._ending: dict[bytes, str] = {}
-        """Digest of the messages of the last request of a session -> the session."""
+        """Digest of the messages of a session's last request -> session id."""
         self._arrivals: dict[str, float] = {}
-        """Session -> arrival of its last request, in milliseconds."""
+        """Session id -> arrival of its last request, in milliseconds."""
 
     def file(self, path: str | Path, importer: str) -> ReplayFile:
-        """All of them. Raises ReplayFileError when there are none."""
+        """Return the replay file. Raises ReplayFileError without any conversation."""
         if not self._sessions:
             raise ReplayFileError(str(path), 1, "the transcript has no conversations")
         source: dict[str, Any] = {"importer": importer, "file": Path(path).name}
         if self._models:
             source["models"] = sorted(self._models)
         return ReplayFile(
-            path=str(path), meta=Meta(toolsets=self._toolsets, source=source), sessions=list(self._sessions.values())
+            path=str(path),
+            meta=Meta(toolsets=self._toolsets.by_name, source=source),
+            sessions=list(self._sessions.values()),
         )
 
-    def add(self, item: dict[str, Any], number: int) -> None:
-        """One conversation. Every field of the object beside the ones named here goes with each request, as it
-        stands."""
+    def add_conversation(self, item: dict[str, Any], number: int) -> None:
+        """Add one conversation. Other fields of the object are sent with each request, unchanged."""
         name, toolset, turns = self._turns(item, f"conversation-{number}")
         self._put(Session(session_id=name, toolset=toolset, turns=turns), is_new=True)
 
     def add_request(self, body: dict[str, Any], number: int, *, at_ms: float, output_tokens: int | None) -> None:
-        """One request. It is the next turn of the session whose last request's messages it begins with, before an
-        answer, or opens a session.
+        """Add one request. It continues the session whose last request's messages are a prefix of its own, followed by
+        an answer; otherwise it opens a session.
 
-        at_ms: its arrival; requests come in that order. output_tokens: length of its answer."""
+        `at_ms`: its arrival; requests must be added in this order. `output_tokens`: length of its answer."""
         name, toolset, turns = self._turns(body, f"request-{number}")
         if turns and turns[-1].recorded_message is not None:
             raise ValueError("messages: the last one is the model's own")
@@ -103,8 +99,8 @@ class Transcripts:
         self._arrivals[session.session_id] = at_ms
 
     def _continued(self, before: Session, turns: list[Turn], *, num_known: int, at_ms: float) -> Session:
-        """A session with what a request adds to it. num_known: turns of the request that end with the session's last
-        answer."""
+        """Extend a session by the new turns of a request. `num_known`: number of the request's turns that the session
+        has."""
         answered, added = turns[num_known - 1], turns[num_known:]
         last = before.turns[-1]
         expect = msgspec.structs.replace(last.expect or Expect(), message=answered.recorded_message)
@@ -115,7 +111,7 @@ class Transcripts:
         )
 
     def _turns(self, item: dict[str, Any], name: str) -> tuple[str, str | None, list[Turn]]:
-        """Name, tools and turns of a conversation."""
+        """Return (name, toolset, turns) of a conversation."""
         fields = dict(item)
         messages, tools = fields.pop("messages"), fields.pop("tools", None)
         name = str(fields.pop("id", name))
@@ -136,24 +132,13 @@ class Transcripts:
             )
             for place, (new, answer) in enumerate(_cut(messages))
         ]
-        return name, self._toolset(tools), turns
+        return name, self._toolsets.name_of(tools), turns
 
     def _put(self, session: Session, *, is_new: bool) -> None:
-        check_session(session, Meta(toolsets=self._toolsets))
+        check_session(session, Meta(toolsets=self._toolsets.by_name))
         if is_new and session.session_id in self._sessions:
             raise ValueError(f"id: {session.session_id!r} occurs twice")
         self._sessions[session.session_id] = session
-
-    def _toolset(self, tools: Any) -> str | None:
-        if not tools:
-            return None
-        key = json.dumps(tools, ensure_ascii=False)
-        if key not in self._names:
-            named = {f"tools-{len(self._names) + 1}": msgspec.convert(tools, list[dict[str, Any]])}
-            check_meta(Meta(toolsets=named))
-            self._names[key] = next(iter(named))
-            self._toolsets |= named
-        return self._names[key]
 
 
 def _decode(line: bytes) -> dict[str, Any]:
@@ -166,7 +151,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _digests(toolset: str | None, messages: list[Any]) -> list[bytes]:
-    """For each number of leading messages, what tells them, under these tools, from all others."""
+    """Return the digests of all prefixes of the messages, from the empty one on, with these tools."""
     digest = hashlib.sha256(str(toolset).encode())
     digests = [digest.digest()]
     for message in messages:
@@ -176,7 +161,7 @@ def _digests(toolset: str | None, messages: list[Any]) -> list[bytes]:
 
 
 def _cut(messages: list[Any]) -> list[tuple[list[InputMessage], AssistantMessage | None]]:
-    """(new messages, the answer to them) of each turn; a last turn without an answer is kept."""
+    """Return (new messages, answer) of each turn; a last turn without an answer is kept."""
     turns: list[tuple[list[InputMessage], AssistantMessage | None]] = []
     new: list[InputMessage] = []
     for index, message in enumerate(messages):

@@ -1,5 +1,5 @@
-"""Traces that know their requests by lengths and the hashes of their blocks: their lines, and the requests as token-run
-turns. Knows no trace's own fields."""
+"""Read traces that describe requests by lengths and block hashes, and convert them to token-run turns. Knows no trace's
+own fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.schema import Expect, Turn, decoded, read_lines
+from agentspec.replay.schema import Expect, Turn, decoded, errors_at, read_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,14 +20,14 @@ class BlockRequest:
     """One request of a trace."""
 
     at_ms: float
-    """Its arrival, on the trace's clock."""
+    """Arrival on the trace's clock, in milliseconds."""
     input_length: int
     output_length: int
     hash_ids: list[int]
 
     def check(self, path: str, line: int, block_size: int) -> None:
-        """Raise ReplayFileError for a length or an arrival that can't be, or for another number of blocks than the
-        input makes."""
+        """Raise ReplayFileError for an invalid length or arrival, or a number of blocks that doesn't match the input
+        length."""
         for field, value, least in (
             ("timestamp", self.at_ms, 0),
             ("input_length", self.input_length, 1),
@@ -37,7 +37,10 @@ class BlockRequest:
                 raise ReplayFileError(path, line, f"{field}: {value} is too small")
         num_blocks = -(-self.input_length // block_size)
         if len(self.hash_ids) != num_blocks:
-            reason = f"hash_ids: has {len(self.hash_ids)} ids; input_length {self.input_length} makes {num_blocks} blocks of {block_size}"
+            reason = (
+                f"hash_ids: has {len(self.hash_ids)} ids; "
+                f"input_length {self.input_length} makes {num_blocks} blocks of {block_size}"
+            )
             raise ReplayFileError(path, line, reason)
 
     def turn(self, block_size: int, *, delay_ms: float, delay_kind: Literal["start", "tool", "user", "none"]) -> Turn:
@@ -54,7 +57,7 @@ class BlockRequest:
 
 
 class TraceLine(Protocol):
-    """A line of a trace, in the trace's own fields."""
+    """A line of a trace, with the trace's own fields."""
 
     @property
     def block(self) -> BlockRequest: ...
@@ -64,13 +67,11 @@ L = TypeVar("L", bound=TraceLine)
 
 
 def read_trace(path: str | Path, line_type: type[L], block_size: int) -> list[L]:
-    """The lines of a trace, at least one. Raises ReplayFileError for the first that isn't a request of it."""
+    """Read the lines of a trace, at least one. Raises ReplayFileError for the first invalid line."""
     requests: list[L] = []
     for number, line in read_lines(path):
-        try:
+        with errors_at(path, number):
             request = msgspec.convert(decoded(line), line_type)
-        except ValueError as error:
-            raise ReplayFileError(str(path), number, str(error)) from None
         request.block.check(str(path), number, block_size)
         requests.append(request)
     if not requests:
@@ -79,8 +80,8 @@ def read_trace(path: str | Path, line_type: type[L], block_size: int) -> list[L]
 
 
 def chain(requests: Sequence[BlockRequest], block_size: int) -> list[Turn]:
-    """Requests that followed one another as the turns of a session. Waits are gaps between arrivals, which include the
-    answer's own time: such traces don't say when an answer ended."""
+    """Convert consecutive requests to the turns of a session. Waits are gaps between arrivals and include the time of
+    the answer, since such traces don't record when an answer ended."""
     first = requests[0].turn(block_size, delay_ms=0.0, delay_kind="start")
     rest = itertools.pairwise(requests)
     return [

@@ -1,12 +1,12 @@
-"""Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): an object a session, requests by
-their lengths and block hashes.
+"""Import Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): one object per session,
+requests by their lengths and block hashes.
 
-Hashes count from the session's own start where the trace says so, so equal ones of two sessions are not the same block.
-Where a prompt ends inside a block that the trace gives no hash, that block is one of its own.
+With hash_id_scope "local", equal hashes of two sessions are different blocks. A partial block at the end of a prompt
+that has no hash becomes a unique block.
 
-Subagents become sessions with a parent. One starts behind the request before it in the list (the session's first, where
-there is none), and is joined by the first later request that was sent when it had ended; without one nobody waits for
-it. aiperf reads the traces so too, but leaves out subagents that no request stands before.
+Subagents become sessions with a parent. One starts after the request before it in the list (without one, the session's
+first), and is joined by the first later request that was sent after it ended; without one no turn waits for it. aiperf
+reads the traces in the same way, except that it drops subagents before the first request.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.documents import convert, read_documents
+from agentspec.replay.importers.documents import convert, read_sessions
 from agentspec.replay.importers.runs import BlockRequest
-from agentspec.replay.schema import Meta, Parent, ReplayFile, Session, Turn
+from agentspec.replay.schema import Parent, ReplayFile, Session, Turn
 
 _LOCAL_IDS = 2**32
-"""Room for the hashes of one session."""
+"""Number of block ids that are reserved for one session."""
 _TAIL_IDS = 2**62
-"""From here on: blocks that the trace gives no hash."""
+"""First id of blocks without a hash."""
 _EPSILON = 1e-6
-"""Seconds that times in a trace may differ by and mean the same."""
+"""Tolerance for comparing times of a trace, in seconds."""
 
 
 class _Request(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"num_in": "in", "num_out": "out"}
 ):
     t: float
-    """Seconds from the session's start. A subagent's requests count from its own in some traces."""
+    """Seconds from the session's start; in some traces a subagent's requests count from the subagent's start."""
     type: Literal["n", "s"]
     model: str
     num_in: int
@@ -81,21 +80,15 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def read(path: str | Path) -> ReplayFile:
-    """The traces as sessions. Raises ReplayFileError naming the place of the first object that isn't one."""
-    sessions: list[Session] = []
+    """Read the traces as sessions. Raises ReplayFileError naming the first invalid object."""
     tails = itertools.count(_TAIL_IDS)
-    for number, item in read_documents(path):
-        try:
-            sessions += _Reader(convert("", item, _Trace), number, tails).sessions()
-        except ValueError as error:
-            raise ReplayFileError(str(path), number, str(error)) from None
-    return ReplayFile(
-        path=str(path), meta=Meta(source={"importer": "weka", "file": Path(path).name}), sessions=sessions
+    return read_sessions(
+        path, "weka", lambda item, number: _Reader(convert("", item, _Trace), number, tails).sessions()
     )
 
 
 class _Reader:
-    """One trace."""
+    """Converts one trace."""
 
     def __init__(self, trace: _Trace, number: int, tails: Iterator[int]) -> None:
         if trace.block_size < 1:
@@ -106,7 +99,7 @@ class _Reader:
         self._names: Counter[str] = Counter()
 
     def sessions(self) -> list[Session]:
-        """The main session, then its subagents."""
+        """Return the main session, then its subagents."""
         calls: list[tuple[str, _Request]] = []
         spawned: list[tuple[int, str, _Subagent]] = []
         for index, item in enumerate(self._trace.requests):
@@ -141,8 +134,8 @@ class _Reader:
     def _place(
         self, main: list[_Request], turn: int, agent: _Subagent, requests: list[_Request]
     ) -> tuple[Parent, float]:
-        """Where a subagent that starts behind a turn is joined, and when it had ended: its recorded duration after its
-        start, else with its last request."""
+        """Return the link of a subagent that starts after a turn, and when the subagent ended: by its recorded
+        duration, else with its last request."""
         end = (
             max(call.end for call in requests)
             if agent.duration_ms is None
@@ -152,7 +145,7 @@ class _Reader:
         return Parent(session_id=self._trace.id, turn=turn, join_turn=join_turn), end
 
     def _name(self, agent: _Subagent) -> str:
-        """Names of subagents may come twice in a trace."""
+        """Return a unique session id: agent ids may repeat in a trace."""
         name = f"{self._trace.id}/{agent.agent_id}"
         self._names[name] += 1
         return name if self._names[name] == 1 else f"{name}/{self._names[name]}"
@@ -160,8 +153,8 @@ class _Reader:
     def _turns(
         self, calls: list[tuple[str, _Request]], *, behind: float | None = None, ends: list[float] | None = None
     ) -> list[Turn]:
-        """Requests that followed one another. `behind`: when the request ended that a subagent starts behind. `ends`:
-        when, for each of them, all had ended that the next one waits for; its own end unless given."""
+        """Convert consecutive requests to turns. `behind`: end of the request after which a subagent starts. `ends`:
+        for each request, when everything that the next one waits for had ended; default: its own end."""
         turns: list[Turn] = []
         for index, (where, call) in enumerate(calls):
             kind: Literal["start", "tool", "user"] = "start"
@@ -170,7 +163,7 @@ class _Reader:
                 before = calls[index - 1][1]
                 end = before.end if ends is None else ends[index - 1]
                 wait = call.t - end
-                if call.think_time is not None:  # counts from the request before: what is joined may have ended later
+                if call.think_time is not None:  # counts from the previous request; joined subagents may end later
                     wait = call.think_time if end == before.end else min(wait, call.think_time)
                 kind = "tool" if before.stop == "tool_use" else "user"
             request = self._request(where, call)
@@ -185,7 +178,8 @@ class _Reader:
             or any(not 0 <= block < _LOCAL_IDS for block in call.hash_ids)
         ):
             raise ValueError(
-                f"{where}.hash_ids: {len(call.hash_ids)} ids don't fit {call.num_in} tokens in blocks of {self._trace.block_size}"
+                f"{where}.hash_ids: {len(call.hash_ids)} ids don't fit {call.num_in} tokens "
+                f"in blocks of {self._trace.block_size}"
             )
         known = [self._offset + block for block in call.hash_ids]
         unknown = list(itertools.islice(self._tails, num_blocks - len(known)))

@@ -1,4 +1,4 @@
-"""Tool-call dialects: how a model writes calls into its text, one module each, behind one Protocol."""
+"""Tool-call dialects: the formats in which models write calls. One module per dialect, behind one Protocol."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Qwen3Coder
 
 
 def detect_dialect(template_source: str) -> str | None:
-    """The name in DIALECTS of the dialect that a chat template teaches the model; None when it teaches none that we
-    know."""
+    """Return the name in DIALECTS of the dialect that a chat template shows; None when it shows no known dialect."""
     if "<function=" in template_source:
         return Qwen3CoderDialect.name
     if CALL_OPEN in template_source:

@@ -1,7 +1,6 @@
 """Tool calls as JSON: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen3-Next-Instruct, Hermes).
 
-A call is surfaced whole: until its JSON is complete nothing says whether it is one. Knows nothing of reasoning or
-content.
+A call is emitted as a whole, because only complete JSON shows that it is a call. Knows nothing of reasoning or content.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class HermesParser:
         return self._call
 
     def _find_close(self) -> int | None:
-        """Offset of the closing tag. Scans each character once; a tag that is not complete yet is met again."""
+        """Return the offset of the closing tag. Each character is scanned once, except an incomplete tag at the end."""
         while mark := _MARK.search(self._text, self._scanned):
             if mark.group() == CALL_CLOSE and not self._in_string:
                 return mark.start()

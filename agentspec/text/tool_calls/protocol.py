@@ -1,7 +1,4 @@
-"""What the segmenter needs of a tool-call dialect.
-
-Owns the contract only: each dialect is one module beside this one.
-"""
+"""The interface between the segmenter and the tool-call dialects."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ CALL_CLOSE = "</tool_call>"
 
 class CallStatus(enum.Enum):
     MORE = enum.auto()
-    """The call goes on."""
+    """The call continues."""
     DONE = enum.auto()
     """The call is complete."""
     NOT_A_CALL = enum.auto()
-    """What followed the trigger is no call. Only before the call's ToolCallStart."""
+    """The text after the trigger is not a call. Only before the call's ToolCallStart."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """What one push did."""
+    """The result of one push."""
 
     events: list[CallEvent]
     status: CallStatus
@@ -37,42 +34,41 @@ class CallStep:
 
 
 class CallParser(Protocol):
-    """Reads one call, from its trigger on. The events don't depend on how the text is cut into pushes."""
+    """Parses one call, from its trigger on. The events don't depend on how the text is chunked."""
 
     def push(self, text: str, *, final: bool = False) -> CallStep:
-        """Read on. `final`: the turn is complete, no text will follow, and what is missing at the end may be forgiven.
-        Never MORE when final."""
+        """Parse more text. `final`: no text follows, and missing closing tags may be tolerated. Never returns MORE when
+        final."""
         ...
 
     def cut(self) -> CallStep:
-        """The text was cut off here (token limit, stop string): pass on what is certain.
+        """End a truncated text (token limit, stop string), and return the events that are certain.
 
-        MORE when the call had started: it stays without an end. Otherwise NOT_A_CALL with everything since the
-        trigger."""
+        MORE when the call had started: it stays open. Otherwise NOT_A_CALL with everything since the trigger."""
         ...
 
     @property
     def call(self) -> ToolCall:
-        """The finished call, after DONE; after a cut that answered MORE, the call as far as it came."""
+        """The complete call after DONE; the truncated call after a `cut` that returned MORE."""
         ...
 
 
 class Dialect(Protocol):
-    """A way of writing calls into the text."""
+    """A format in which models write calls."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def keeps_argument_text(self) -> bool:
-        """Templates write a string argument as it is, so that rendering `ToolCall.as_written` reproduces the generated
-        text."""
+        """Whether templates write string arguments unchanged, so that rendering `ToolCall.as_written` reproduces the
+        generated text."""
         ...
 
     def triggers(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """Texts that may begin a call in content."""
+        """Return the texts that may begin a call in content."""
         ...
 
     def parser(self, index: int, tools: ToolSchemas, new_call_id: Callable[[], str]) -> CallParser:
-        """A parser for the turn's call number `index`."""
+        """Return a parser for the call with this index in the turn."""
         ...

@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Values carry no types: the tool's JSON schema gives them. Arguments stream while they are written. A closing tag counts
-only where the form goes on behind it, so a value may quote single tags; at the end of a complete turn missing closers
-are forgiven. Knows nothing of reasoning or content.
+Values have no types: the tool's JSON schema gives them. Arguments are streamed. A closing tag is recognised only where
+the format continues after it, so that a value may quote single tags. At the end of a complete turn missing closing tags
+are tolerated. Knows nothing of reasoning or content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FOLLOWERS = {
     _FUNCTION_CLOSE: (CALL_CLOSE,),
     CALL_CLOSE: (CALL_OPEN,),
 }
-"""What must follow a tag (after whitespace) for it to end a value; the end of the turn does, too."""
+"""Tags one of which must follow a tag (after whitespace) for it to end a value, unless the turn ends there."""
 
 _VALUE_CLOSER = re.compile("\n?(" + "|".join(_FOLLOWERS) + ")")
 _VALUE_HOLDBACK = Holdback([*_FOLLOWERS, *("\n" + tag for tag in _FOLLOWERS)])
@@ -46,7 +46,7 @@ class Qwen3CoderDialect:
     keeps_argument_text = True
 
     def triggers(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """A bare `<function=NAME>` begins a call when NAME is one of the tools."""
+        """Return the triggers. A bare `<function=NAME>` begins a call when NAME is one of the tools."""
         return (CALL_OPEN, *(f"{_FUNCTION_OPEN}{name}>" for name in tools.names))
 
     def parser(self, index: int, tools: ToolSchemas, new_call_id: Callable[[], str]) -> CallParser:
@@ -61,7 +61,7 @@ class _State(enum.Enum):
     VALUE = enum.auto()
     """Inside a parameter."""
     TAIL = enum.auto()
-    """Behind `</function>`."""
+    """After `</function>`."""
 
 
 class Qwen3CoderParser:
@@ -103,9 +103,7 @@ class Qwen3CoderParser:
         if self._state is _State.HEAD:
             return CallStep([], CallStatus.NOT_A_CALL, self._buffer)
         if self._state is _State.VALUE:
-            self._values[self._key] = text = "".join(
-                self._value
-            )  # what is still in the buffer may be half a closing tag
+            self._values[self._key] = text = "".join(self._value)  # the buffer may hold half a closing tag
             if not is_plain_string(self._types):
                 self._write(text)
         return CallStep(self._events, CallStatus.MORE)
@@ -115,7 +113,7 @@ class Qwen3CoderParser:
         assert self._id, "the call has not started"
         return ToolCall(id=self._id, name=self._name, arguments="".join(self._arguments), as_written=dict(self._values))
 
-    # Each step reads from the buffer and says whether another step may follow at once.
+    # Each step reads from the buffer and returns whether another step can follow at once.
 
     def _head(self, final: bool) -> bool:
         head = self._buffer.removeprefix(CALL_OPEN).lstrip()
@@ -154,7 +152,7 @@ class Qwen3CoderParser:
             and any(tag.startswith(text) for tag in (_PARAMETER_OPEN, _FUNCTION_CLOSE, CALL_CLOSE))
         ):
             return False
-        # Missing `</function>`, or text that belongs to no parameter: the call ends here and the text is content again.
+        # `</function>` is missing, or the text belongs to no parameter: the call ends here and the rest is content.
         self._state = _State.TAIL
         return True
 
@@ -205,7 +203,8 @@ class Qwen3CoderParser:
             self._write('"')
 
     def _add_to_value(self, text: str) -> None:
-        """Exactly one newline at the value's beginning belongs to the form; the one at its end is the closer's."""
+        """Add text to the value. Exactly one leading newline belongs to the format; a trailing one belongs to the
+        closing tag."""
         if not text:
             return
         if self._is_value_new:

@@ -1,6 +1,6 @@
-"""The types that a request's tools declare for their parameters, and untyped text turned into values of them.
+"""The parameter types that a request's tools declare, and the conversion of untyped text to these types.
 
-Knows nothing of how calls are written.
+Knows nothing of the dialects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ KEYWORDS_OF_TYPE: dict[str, frozenset[str]] = {
         ("properties", "required", "additionalProperties", "minProperties", "maxProperties", "unevaluatedProperties")
     ),
 }
-"""JSON Schema's keywords that say something about values of one type."""
+"""JSON Schema's keywords that constrain values of one type."""
+
+
+_TYPES_OF = (
+    (type(None), frozenset({"null"})),
+    (bool, frozenset({"boolean"})),
+    (int | float, frozenset({"integer", "number"})),
+    (str, frozenset({"string"})),
+    (dict, frozenset({"object"})),
+    (object, frozenset({"array"})),
+)
+"""(type of a decoded JSON value, JSON Schema types): the first that matches. Bool comes before int, its base class."""
 
 
 class ToolSchemas:
@@ -41,7 +52,7 @@ class ToolSchemas:
         return tuple(self._parameters)
 
     def types(self, tool: str, parameter: str) -> frozenset[str]:
-        """JSON Schema types that the parameter may have; empty when the tool, the parameter or its type isn't
+        """Return the JSON Schema types of a parameter; empty when the tool, the parameter or its type isn't
         declared."""
         root = self._parameters.get(tool, {})
         properties = root.get("properties")
@@ -50,8 +61,8 @@ class ToolSchemas:
 
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Nobody has checked this schema, unless its tool is strict: what makes no sense in it is passed over. Follows each
-    reference once."""
+    """Return the types of a schema. Only the schemas of strict tools are validated, so invalid parts are ignored. Each
+    reference is followed once."""
     found: set[str] = set()
     followed: set[str] = set()
     waiting = [schema]
@@ -81,7 +92,7 @@ def _target(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def implied_types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema without `type` speaks of."""
+    """Return the types that a schema without `type` implies."""
     if "const" in schema:
         return set(type_of(schema["const"]))
     if isinstance(schema.get("enum"), list):
@@ -90,14 +101,14 @@ def implied_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def is_plain_string(types: frozenset[str]) -> bool:
-    """The value is its text, whatever it reads: the schema says string, or says nothing."""
+    """Whether the value is always its text: the schema says string, or nothing."""
     return not types or ("string" in types and "null" not in types)
 
 
 def coerce(text: str, types: frozenset[str]) -> Any:
-    """The value that `text` writes, of one of the types; the text itself when it writes none of them.
+    """Convert `text` to a value of one of the types; the text itself when it is none of them.
 
-    Booleans and null are also known by their Python names: some templates show them so to the model."""
+    Python's spelling of booleans and null is accepted, since some templates show it to the model."""
     if is_plain_string(types):
         return text
     word = text.strip()
@@ -117,11 +128,11 @@ def coerce(text: str, types: frozenset[str]) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON text that a model wrote. A lone surrogate, which JSON can spell and no answer can hold, becomes
+    """Parse JSON text that a model wrote. A lone surrogate, which JSON can spell but no response can carry, becomes
     U+FFFD.
 
-    Raises ValueError, for numbers that JSON doesn't have (NaN, infinities) and for what no client could send back (too
-    deep), too, and RecursionError."""
+    Raises ValueError, also for numbers that JSON lacks (NaN, infinities) and for values nested too deep to be sent
+    back, and RecursionError."""
     value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     if is_too_deep(value):
         raise ValueError(f"nested deeper than {MAX_NESTING} levels")
@@ -140,17 +151,7 @@ def _finite(text: str) -> float:
 
 
 def type_of(value: object) -> frozenset[str]:
-    """JSON Schema's types of a decoded value."""
-    if value is None:
-        return frozenset({"null"})
-    if isinstance(value, bool):
-        return frozenset({"boolean"})
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return frozenset({"integer", "number"})
-    if isinstance(value, float):
+    """Return the JSON Schema types of a decoded value."""
+    if isinstance(value, float) and not value.is_integer():
         return frozenset({"number"})
-    if isinstance(value, str):
-        return frozenset({"string"})
-    if isinstance(value, dict):
-        return frozenset({"object"})
-    return frozenset({"array"})
+    return next(names for kind, names in _TYPES_OF if isinstance(value, kind))

@@ -1,4 +1,4 @@
-// The AI SDK: generateText or streamText over the tools, with the provider that the way names. Arguments: URL, `whole` or `streamed`, the way.
+// The AI SDK: generateText or streamText with the tools. Arguments: URL, `whole` or `streamed`, variant (the provider).
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";

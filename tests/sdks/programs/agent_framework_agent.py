@@ -1,4 +1,4 @@
-"""Microsoft's Agent Framework: an agent by its responses client (`OpenAIChatClient`) or its chat client
+"""Microsoft's Agent Framework: an agent with its responses client (`OpenAIChatClient`) or its chat client
 (`OpenAIChatCompletionClient`)."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The LiteLLM library: a loop over its own message objects. The way is the provider that it takes the server for."""
+"""The LiteLLM library: a loop over its own message objects. The variant is the provider name that it uses for the
+server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""mini-swe-agent: its own loop, prompts, bash tool and shell, as `mini` runs it. The way is the class of its model."""
+"""mini-swe-agent: its own loop, prompts, bash tool and shell, as `mini` runs it. The variant is the class of its
+model."""
 
 from __future__ import annotations
 

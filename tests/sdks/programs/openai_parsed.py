@@ -1,8 +1,9 @@
-"""The openai package's helpers that parse: `.parse()` or `.stream()` with strict tools made of pydantic models, and
-answers that are such a model.
+"""The openai package's parsing helpers: `.parse()` or `.stream()` with strict tools made of pydantic models, and
+answers in the form of such a model.
 
-The way is the API: `chat` or `responses`. The served model itself answers, held to these forms; so the task is one that
-it knows. It would rather call again than answer in a form it never saw, so an answer's request lets it call nothing.
+The variant is the API: `chat` or `responses`. The served model itself generates the output, constrained to these forms;
+so the task is one that it knows. It prefers calls to an answer in an unseen form, so requests for an answer have no
+tools to call.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def run(name: str, arguments: Any) -> str:
 
 
 def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
-    """One request, its message and the results of its calls behind the history. The parsed answer, None for calls; and
-    the cached tokens."""
+    """Send one request; append its message and the results of its calls to the history. Returns the parsed answer (None
+    for calls) and the cached tokens."""
     asked |= {"model": task.MODEL, "messages": messages, "tools": TOOLS, "temperature": 0}
     if asked.pop("form", False):
         asked["response_format"] = Verdict
@@ -67,7 +68,7 @@ def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
 
 
 def responses(history: list[Any], **asked: Any) -> tuple[Any, int]:
-    """The same by the other API."""
+    """Like the chat variant, over the responses API."""
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     asked |= {"model": task.MODEL, "input": history, "tools": tools, "temperature": 0, "store": False}
     if asked.pop("form", False):
@@ -80,7 +81,7 @@ def responses(history: list[Any], **asked: Any) -> tuple[Any, int]:
     history += response.output
     for item in response.output:
         if item.type == "function_call":
-            # A dict, other than in chat: these tools were made for that API.
+            # A dict, unlike in chat: these tools were made for the chat API.
             result = run(item.name, OrderNumber.model_validate(item.parsed_arguments))
             history.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
     assert response.usage is not None

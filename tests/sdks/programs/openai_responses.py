@@ -1,5 +1,5 @@
 """The openai package, responses: a loop over its own items, by `.create()` or by `.stream()`; `stored`: the server
-keeps them."""
+stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""smolagents: an agent of the way's class, `ToolCallingAgent` or `CodeAgent`."""
+"""smolagents: the variant is the agent's class, `ToolCallingAgent` or `CodeAgent`."""
 
 from __future__ import annotations
 

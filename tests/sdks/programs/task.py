@@ -1,6 +1,6 @@
-"""The task that clients are given: two tools, one to be called behind the other, and a second question.
+"""The task of the clients: two tools to be called one after the other, and a second question.
 
-Each program runs in its client's own environment, so this needs the standard library alone.
+Each program runs in its client's own environment, so this module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 URL, MODE, *WAY = sys.argv[1:] if len(sys.argv) > 2 else ("", "")
-"""Of the server, without a slash at the end; `whole` or `streamed`; which way of the client."""
+"""URL of the server without a trailing slash; `whole` or `streamed`; variant of the client."""
 STREAMED = MODE == "streamed"
 MODEL = os.environ.get("CLIENT_MODEL", "")
 
@@ -23,7 +23,7 @@ ROOMS = {"rooms": [{"room_id": "R-17", "price": 81.5}]}
 BOOKED = {"booking": "B-5521", "door": "kx-8"}
 
 calls: list[tuple[str, dict[str, Any]]] = []
-"""The calls that came to the tools, with the arguments as the client parsed them."""
+"""The received tool calls, with the arguments as the client parsed them."""
 
 
 def search_rooms(city: str, guests: int, features: list[str]) -> str:
@@ -74,12 +74,12 @@ RESPONSES_TOOLS: Any = [
 
 
 def call(name: str, arguments: str) -> str:
-    """Run a tool; arguments as JSON."""
+    """Run a tool with its arguments as JSON."""
     return FUNCTIONS[name](**json.loads(arguments))
 
 
 def chat(complete: Callable[[list[Any]], Any]) -> None:
-    """Both questions over chat completions; what `complete` returns for the messages so far goes back as it is."""
+    """Ask both questions over chat completions; messages that `complete` returns are sent back unchanged."""
     messages: list[Any] = []
     answers: list[Any] = []
     cached: list[int] = []
@@ -105,5 +105,5 @@ def chat(complete: Callable[[list[Any]], Any]) -> None:
 
 
 def report(answers: list[Any], cached: list[int] | None = None) -> None:
-    """Print what happened, as the last line. cached: the cached tokens of each request, where the client tells them."""
+    """Print the report as the last line. `cached`: the cached tokens of each request, if the client exposes them."""
     print("\n" + json.dumps({"calls": calls, "answers": answers, "cached": cached}))
