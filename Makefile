@@ -1,8 +1,8 @@
-# Every target makes the .venv that it needs on first use. `make` alone lists them.
+# Every target creates the .venv that it needs on first use. `make` alone lists the targets.
 #
-#   ARGS    goes to the tool behind `replay`, `evaluate`, `quick`, `test`, `chaos` and `test-gpu`, e.g. make test ARGS="-k tree"
-#   PYTHON  the interpreter for a new .venv (3.11 to 3.14; found by itself when unset)
-#   TORCH   what pip installs as torch into a .venv that has none, options included (default: see scripts/make_venv.sh)
+#   ARGS    extra arguments for the tool of a target, e.g. make test ARGS="-k tree"
+#   PYTHON  the interpreter for a new .venv (3.11 to 3.14; found automatically by default)
+#   TORCH   pip's arguments to install torch into a .venv without it (default: see scripts/make_venv.sh)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -11,7 +11,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-# What `make quick` runs, and which files of those folders it leaves to `make test`: those of five seconds or more, but for the decode step.
+# QUICK: what `make quick` runs. NOT_QUICK: files of those folders that take five seconds or more, and so run only in
+# `make test` (the decode step's is an exception).
 QUICK := tests/test_architecture.py tests/test_architecture_picture.py tests/test_public_api.py tests/test_engine.py \
 	tests/cache tests/mtp tests/replay tests/runtime tests/text \
 	$(patsubst %,tests/server/test_%.py,chat completions front names tenants)

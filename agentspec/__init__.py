@@ -1,9 +1,9 @@
-"""The public API. Each name is loaded when it is first used: importing agentspec loads neither torch nor a server.
+"""The public API. Each name is imported on first use: importing agentspec loads neither torch nor a server.
 
     from agentspec import AsyncEngine, EngineConfig
 
-`Engine` and `AsyncEngine` run a model in this process; `Submit` asks for tokens, and `TokensEvent` and `FinishEvent`
-answer. Every error that they raise is an `AgentspecError`.
+`Engine` and `AsyncEngine` run a model in this process. A request is a `Submit`; its answers are `TokensEvent` and
+`FinishEvent`. Every error that they raise is an `AgentspecError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from agentspec.wire import Abort, Event, FinishEvent, Grammar, ModelInfo, SpecStats, Submit, TokensEvent, Usage
 
 DISTRIBUTION = "agentspec-engine"
-"""What is installed: `agentspec` on PyPI is somebody else's."""
+"""Name of the distribution: `agentspec` on PyPI is another project."""
 
 _HOMES = {
     "agentspec.config": ("EngineConfig",),

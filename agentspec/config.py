@@ -1,12 +1,12 @@
 """Settings of the engine and of the server: frozen, validated once, units in the docstrings.
 
-The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field, the other flags of `serve` to
-ServerConfig. `auto` values are resolved where the facts are known (engine/assembly.py), into new objects: a config is
-never edited.
+`serve`, `warm` and `replay` share one set of engine flags, which maps to EngineConfig field by field. The other flags
+of `serve` map to ServerConfig. A config is never edited: engine/assembly.py resolves `auto` values into new objects.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Everything that `serve`, `replay` and `Engine(...)` can choose."""
+    """The settings of `serve`, `warm`, `replay` and `Engine(...)`."""
 
     model: str | None = None
     """A checkpoint directory, or a hub id. None: the bundled model, which is also `tiny-agent`."""
@@ -39,14 +39,14 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
     draft_tokens: int | Literal["auto"] = "auto"
-    """Drafts a step: a fixed k, or chosen per step by the depth policy."""
+    """Drafts per step: a fixed number, or auto: the depth policy chooses it for each step."""
     draft_vocab_size: int | None = None
-    """Tokens that drafts are chosen from. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
+    """Number of tokens that the draft head scores. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
     draft_precision: DraftPrecision = "auto"
-    """Of the MTP layer and the draft head: as the checkpoint has them, or quantised to FP8 at load. auto: FP8 on a GPU
-    in bfloat16."""
+    """Weight precision of the MTP layer and the draft head: the checkpoint's, or quantised to FP8 at load. auto: FP8 on
+    a GPU in bfloat16."""
     token_counts: str | None = None
-    """A file of how often each token was served: ranks the draft vocabulary, and gets what this engine served added
+    """A file that counts how often each token was served. It ranks the draft vocabulary; the engine adds its own counts
     when it closes."""
     prefix_cache: bool = True
     overlap: bool = True
@@ -54,209 +54,262 @@ class EngineConfig:
     graphs: bool = True
     """On a GPU: record decode steps and short prompt chunks as CUDA graphs at start, where the model allows it."""
     max_running: int | Literal["auto"] = "auto"
-    """Requests that decode at the same time: slots. auto: on a GPU up to 64, as many as write into at most a third of
-    the memory for rows and pages; 8 on the CPU."""
+    """Requests that decode at the same time (slots). auto: on a GPU up to 64, limited so that their rows take at most a
+    third of the memory for rows and pages; 8 on the CPU."""
     prefill_budget: int | Literal["auto"] = "auto"
-    """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on
-    the CPU 512."""
+    """Maximum number of prompt tokens per step. auto: as many as fit under `max_gap_seconds`, by measured times; on the
+    CPU 512."""
     max_gap_seconds: float | None = None
-    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest
-    possible piece of a prompt exceeds where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed
-    `prefill_budget`, there is none."""
+    """Upper bound on the time between two decode steps while prompts are computed. Exceeded only where the device is so
+    slow that the smallest possible prompt chunk takes longer. None: 0.1 on a GPU; no bound on the CPU or with a fixed
+    `prefill_budget`."""
     fair_cost: float = FAIR_COST
-    """Share of the time that may go into computing again what requests that had waited for longer than a fair share
-    pushed out of the memory. 1: the bound on waits comes first, whatever that costs (runtime/fairness.py)."""
+    """Maximum share of the time spent on recomputing state that overdue requests evicted. 1: no limit, so the bound on
+    waiting times always holds (runtime/fairness.py)."""
     max_context: int | None = None
-    """Tokens, prompt and output together. None: what the model and the memory allow."""
+    """Tokens, prompt and output together. None: as many as the model and the memory allow."""
     memory_gib: float | None = None
-    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU beside CUDA
-    graphs."""
+    """GiB for state rows and KV pages together. None: 1 GiB on the CPU; on a GPU 85% of the memory that is free beside
+    CUDA graphs."""
     host_memory_gib: float | None = None
-    """GiB of locked host memory for cached prefixes that the device lets go; 0: none. None: on a GPU an eighth of the
-    machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
+    """GiB of page-locked host memory for cached prefixes that the device evicts; 0: none. None: on a GPU an eighth of
+    the machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
     seed: int = 0
-    """Seeds requests that bring no seed of their own, and random weights."""
+    """Seed for random weights, and for requests without a seed of their own."""
     random_weights: bool = False
-    """Build the model from its config alone, without weights: for benchmarks."""
+    """Benchmarks only: build the model from its config with random weights."""
     force_acceptance: tuple[float, ...] | None = None
-    """Benchmarks only: accept draft i with this probability (given that the ones before it were accepted), whatever the
-    model says."""
+    """Benchmarks only: accept draft i with the i-th probability, given that the drafts before it were accepted,
+    regardless of the model's output."""
     allow_forced_output: bool = False
-    """Benchmarks only: requests may bring their own output (`Submit.forced_output`). With `force_acceptance`, its
-    tokens are the drafts too."""
+    """Benchmarks only: requests may prescribe their output (`Submit.forced_output`). With `force_acceptance`, its
+    tokens are also the drafts."""
     session_hold_seconds: float = 5.0
-    """How long the path of a session is held after a turn, so that a tool's result finds it."""
+    """How long a session's cached prefix is protected after a turn, so that the turn with the tool's result can reuse
+    it."""
 
     def __post_init__(self) -> None:
-        if self.model == "":
-            raise ConfigError(
-                "model", "", "name a checkpoint directory or a hub id, or leave it out for the bundled model"
-            )
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError("device", self.device, "must be auto, cpu or cuda")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError("dtype", self.dtype, "must be auto, float32 or bfloat16")
-        if self.draft_tokens != "auto" and not (
-            isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= most_drafts()
+        drafts, running, budget, rates = self.draft_tokens, self.max_running, self.prefill_budget, self.force_acceptance
+        _check(
+            self.model != "",
+            "model",
+            "",
+            "name a checkpoint directory or a hub id, or leave it out for the bundled model",
+        )
+        for name, value, choices in (
+            ("device", self.device, get_args(Device)),
+            ("dtype", self.dtype, get_args(Dtype)),
+            ("draft_precision", self.draft_precision, get_args(DraftPrecision)),
         ):
-            raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {most_drafts()}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 0:
-            raise ConfigError("draft_vocab", self.draft_vocab_size, "must be a number of tokens, or 0 for all")
-        if self.draft_precision not in ("auto", "checkpoint", "fp8"):
-            raise ConfigError("draft_precision", self.draft_precision, "must be auto, checkpoint or fp8")
-        if self.token_counts == "":
-            raise ConfigError("token_counts", "", "name a file, or leave it out")
-        if self.max_running != "auto" and not (isinstance(self.max_running, int) and self.max_running >= 1):
-            raise ConfigError("max_running", self.max_running, "must be auto, or at least 1")
-        if self.prefill_budget != "auto" and not (
-            isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS
-        ):
-            raise ConfigError(
-                "prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)"
+            _check(value in choices, name, value, f"must be one of {', '.join(choices)}")
+        _check(
+            drafts == "auto" or (isinstance(drafts, int) and 0 <= drafts <= most_drafts()),
+            "draft_tokens",
+            drafts,
+            f"must be auto, or 0 to {most_drafts()}",
+        )
+        _check(
+            self.draft_vocab_size is None or self.draft_vocab_size >= 0,
+            "draft_vocab",
+            self.draft_vocab_size,
+            "must be a number of tokens, or 0 for all",
+        )
+        _check(self.token_counts != "", "token_counts", "", "name a file, or leave it out")
+        _check(
+            running == "auto" or (isinstance(running, int) and running >= 1),
+            "max_running",
+            running,
+            "must be auto, or at least 1",
+        )
+        _check(
+            budget == "auto" or (isinstance(budget, int) and budget >= BLOCK_TOKENS),
+            "prefill_budget",
+            budget,
+            f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)",
+        )
+        self._check_limits()
+        _check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
+        _check(
+            self.session_hold_seconds >= 0, "session_hold_seconds", self.session_hold_seconds, "must not be negative"
+        )
+        if rates is not None:
+            _check(1 <= len(rates) <= most_drafts(), "force_acceptance", rates, f"needs 1 to {most_drafts()} rates")
+            _check(
+                all(0.0 <= rate <= 1.0 for rate in rates),
+                "force_acceptance",
+                rates,
+                "every rate must be between 0 and 1",
             )
-        if self.max_gap_seconds is not None and not 0 < self.max_gap_seconds < float("inf"):
-            raise ConfigError("max_gap", self.max_gap_seconds, "must be above 0 seconds")
-        if self.max_gap_seconds is not None and self.prefill_budget != "auto":
-            raise ConfigError(
-                "max_gap",
-                self.max_gap_seconds,
-                f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two",
+            _check(
+                self.token_counts is None,
+                "token_counts",
+                self.token_counts,
+                "can't be learned from while acceptance is forced",
             )
-        if not 0 < self.fair_cost <= 1:
-            raise ConfigError("fair_cost", self.fair_cost, "must be above 0 and at most 1")
-        if self.max_context is not None and self.max_context < BLOCK_TOKENS:
-            raise ConfigError("max_context", self.max_context, f"must be at least one block ({BLOCK_TOKENS} tokens)")
-        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
-            raise ConfigError("memory", self.memory_gib, "must be above 0 GiB")
-        if self.host_memory_gib is not None and not 0 <= self.host_memory_gib < float("inf"):
-            raise ConfigError("host_memory", self.host_memory_gib, "must not be below 0 GiB")
-        if self.host_memory_gib and not self.prefix_cache:
-            raise ConfigError("host_memory", self.host_memory_gib, "is for the prefix cache, which is switched off")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", self.seed, "must be between 0 and 2**63 - 1")
-        if not self.session_hold_seconds >= 0:
-            raise ConfigError("session_hold_seconds", self.session_hold_seconds, "must not be negative")
-        if self.force_acceptance is not None:
-            if not 1 <= len(self.force_acceptance) <= most_drafts():
-                raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {most_drafts()} rates")
-            if any(not 0.0 <= rate <= 1.0 for rate in self.force_acceptance):
-                raise ConfigError("force_acceptance", self.force_acceptance, "every rate must be between 0 and 1")
-            if self.token_counts is not None:
-                raise ConfigError("token_counts", self.token_counts, "can't be learned from while acceptance is forced")
+
+    def _check_limits(self) -> None:
+        _check(
+            self.max_gap_seconds is None or 0 < self.max_gap_seconds < math.inf,
+            "max_gap",
+            self.max_gap_seconds,
+            "must be above 0 seconds",
+        )
+        _check(
+            self.max_gap_seconds is None or self.prefill_budget == "auto",
+            "max_gap",
+            self.max_gap_seconds,
+            f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two",
+        )
+        _check(0 < self.fair_cost <= 1, "fair_cost", self.fair_cost, "must be above 0 and at most 1")
+        _check(
+            self.max_context is None or self.max_context >= BLOCK_TOKENS,
+            "max_context",
+            self.max_context,
+            f"must be at least one block ({BLOCK_TOKENS} tokens)",
+        )
+        _check(
+            self.memory_gib is None or 0 < self.memory_gib < math.inf, "memory", self.memory_gib, "must be above 0 GiB"
+        )
+        _check(
+            self.host_memory_gib is None or 0 <= self.host_memory_gib < math.inf,
+            "host_memory",
+            self.host_memory_gib,
+            "must not be below 0 GiB",
+        )
+        _check(
+            not self.host_memory_gib or self.prefix_cache,
+            "host_memory",
+            self.host_memory_gib,
+            "is for the prefix cache, which is switched off",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """What `serve` can choose beside the engine: the socket, and who may ask for how much."""
+    """The settings of `serve` besides the engine's: the socket, access and limits."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any free one."""
+    """0: any free port."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """A request must bring one of these; none, and no `keys`: nobody is asked for a key."""
+    """A request must carry one of these. Empty, and no `keys`: requests need no key."""
     keys: str | None = None
-    """A TOML file of keys, with what each may ask for (server/keys.py)."""
+    """A TOML file of keys and their limits (server/keys.py)."""
     max_body_mib: float = 64.0
-    """MiB of a request's body at most."""
+    """Maximum size of a request's body in MiB."""
     max_queue: int = 256
-    """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
+    """Maximum number of waiting requests, besides the running ones (`max_running`); more are refused with 429."""
     text_seconds: float = 30.0
-    """How long one request's texts may take to render and tokenise, once it is their turn; then the process that does
-    it is killed."""
+    """Time limit for rendering and tokenising one request, without queueing; the text process is killed after that."""
     drain_seconds: float = 5.0
-    """How long running answers may go on after the first signal; a second signal ends them at once."""
+    """How long running answers may continue after the first signal; a second signal ends them at once."""
     queue_timeout_seconds: float | None = None
-    """How long a request may wait for its first token. None: without end."""
+    """How long a request may wait for its first token. None: no limit."""
     request_timeout_seconds: float | None = None
-    """How long a request may take from its body to its end. None: without end."""
+    """How long a request may take, from its body to its last byte. None: no limit."""
     root_path: str = ""
-    """What clients write before every path, such as /models; a proxy may strip it or not. "": nothing."""
+    """Prefix of every path, such as /models; a proxy may strip it or not. "": none."""
     heartbeat_seconds: float | None = None
-    """How long the engine may send no heartbeat before probes and requests are answered with 503: longer than its
-    longest step. After ten times as long it is killed. None: 30, on a CPU 300."""
+    """How long the engine may go without a heartbeat before probes and requests get 503; must be longer than its
+    longest step. After ten times as long the engine is killed. None: 30, on a CPU 300."""
     restart: bool = False
-    """Start an engine that ended by itself again, once in some minutes, instead of ending with it."""
+    """Restart an engine that ended by itself, at most once in some minutes, instead of exiting."""
     strict_fields: bool = False
-    """Refuse bodies with fields that nobody knows, instead of leaving these out."""
+    """Refuse bodies with unknown fields, instead of ignoring these fields."""
     images: Images = "refuse"
-    """Bodies with images. drop: the model reads that one was there."""
+    """How to treat images in bodies. drop: replace each one by a note that an image was there."""
     model_names: tuple[str, ...] = ()
-    """What clients call the model; answers carry the first. `*`: whatever they ask for, and answers carry that. None:
-    the checkpoint's own name."""
+    """Names of the model in requests; answers carry the first. `*`: any name, which answers repeat. Empty: the
+    checkpoint's own name."""
     log_level: LogLevel = "warning"
-    """Of the logger `agentspec` in the server's process. info: a line for each request, and one for each that is
-    refused."""
+    """Level of the logger `agentspec` in the server's process. info: one line per request and per refusal."""
     chat_template: str | None = None
-    """A jinja file in place of the checkpoint's chat template."""
+    """A Jinja file that replaces the checkpoint's chat template."""
     trust_client_text: bool = False
-    """Control tokens that clients' text spells are control tokens."""
+    """Parse control tokens in clients' text as control tokens, not as plain text."""
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://host:port`) whose pages may ask from a browser; `*`: any. None: only the server's own."""
+    """Origins (`https://host:port`) whose pages may send requests from a browser; `*`: any. Empty: only the server's
+    own."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, beside those of the machine itself, that requests may ask for in their Host header; `*`: any. None: any
-    where the server can be reached from other machines, else the machine's own."""
+    """Accepted names in the Host header, besides the machine's own; `*`: any. Empty: any where the server can be
+    reached from other machines, else only the machine's own."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError("port", self.port, "must be between 0 and 65535")
+        _check(0 <= self.port < 2**16, "port", self.port, "must be between 0 and 65535")
         for key in self.api_keys:
-            if not key or not all(
-                "!" <= letter <= "~" for letter in key
-            ):  # a wrong key is still a secret: it isn't shown
-                raise ConfigError("api_key", "", "must be printable ASCII without spaces, and not empty")
-        if self.keys == "":
-            raise ConfigError("keys", "", "name a file, or leave it out")
-        if not 0 < self.max_body_mib <= 4096:
-            raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
-        if self.max_queue < 0:
-            raise ConfigError("max_queue", self.max_queue, "must not be negative")
-        if not 0 < self.text_seconds <= 86_400:
-            raise ConfigError("text_timeout", self.text_seconds, "must be above 0 and at most 86400 seconds")
-        if not 0 <= self.drain_seconds <= 86_400:
-            raise ConfigError("drain", self.drain_seconds, "must be between 0 and 86400 seconds")
+            is_printable = all("!" <= letter <= "~" for letter in key)
+            # A malformed key is still a secret: the error doesn't show it.
+            _check(key != "" and is_printable, "api_key", "", "must be printable ASCII without spaces, and not empty")
+        _check(self.keys != "", "keys", "", "name a file, or leave it out")
+        _check(0 < self.max_body_mib <= 4096, "max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
+        _check(self.max_queue >= 0, "max_queue", self.max_queue, "must not be negative")
+        _check(
+            0 < self.text_seconds <= 86_400,
+            "text_timeout",
+            self.text_seconds,
+            "must be above 0 and at most 86400 seconds",
+        )
+        _check(0 <= self.drain_seconds <= 86_400, "drain", self.drain_seconds, "must be between 0 and 86400 seconds")
         for name, seconds in (
             ("queue_timeout", self.queue_timeout_seconds),
             ("request_timeout", self.request_timeout_seconds),
         ):
-            if seconds is not None and not 0 < seconds < float("inf"):
-                raise ConfigError(name, seconds, "must be above 0 seconds")
-        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
-            raise ConfigError("root_path", self.root_path, "must be a path such as /models, without a slash at its end")
-        if re.match("/(v1|static)(/|$)", self.root_path):
-            raise ConfigError("root_path", self.root_path, "begins like paths of the server's own")
-        if self.heartbeat_seconds is not None and not 2 <= self.heartbeat_seconds <= 86_400:
-            raise ConfigError("heartbeat", self.heartbeat_seconds, "must be between 2 and 86400 seconds")
-        if self.log_level not in get_args(LogLevel):
-            raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
-        if self.images not in get_args(Images):
-            raise ConfigError("images", self.images, f"must be one of {', '.join(get_args(Images))}")
-        if "" in self.model_names:
-            raise ConfigError("served_model_name", "", "must not be empty")
-        if self.chat_template == "":
-            raise ConfigError("chat_template", "", "name a file, or leave it out")
+            _check(seconds is None or 0 < seconds < math.inf, name, seconds, "must be above 0 seconds")
+        _check(
+            not self.root_path or _ROOT_PATH.fullmatch(self.root_path) is not None,
+            "root_path",
+            self.root_path,
+            "must be a path such as /models, without a slash at its end",
+        )
+        _check(
+            re.match("/(v1|static)(/|$)", self.root_path) is None,
+            "root_path",
+            self.root_path,
+            "begins like paths of the server's own",
+        )
+        _check(
+            self.heartbeat_seconds is None or 2 <= self.heartbeat_seconds <= 86_400,
+            "heartbeat",
+            self.heartbeat_seconds,
+            "must be between 2 and 86400 seconds",
+        )
+        for name, value, choices in (
+            ("log_level", self.log_level, get_args(LogLevel)),
+            ("images", self.images, get_args(Images)),
+        ):
+            _check(value in choices, name, value, f"must be one of {', '.join(choices)}")
+        _check("" not in self.model_names, "served_model_name", "", "must not be empty")
+        _check(self.chat_template != "", "chat_template", "", "name a file, or leave it out")
         for origin in self.cors_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    "cors_origin",
-                    origin,
-                    "must be * or as browsers send it: https://host or https://host:port, without a path",
-                )
-        for name in self.allowed_hosts:
-            if name != "*" and not _HOST.fullmatch(name):
-                raise ConfigError(
-                    "allowed_host", name, "must be * or a name or an address, without scheme, port and path"
-                )
+            _check(
+                origin == "*" or _ORIGIN.fullmatch(origin) is not None,
+                "cors_origin",
+                origin,
+                "must be * or as browsers send it: https://host or https://host:port, without a path",
+            )
+        for host in self.allowed_hosts:
+            _check(
+                host == "*" or _HOST.fullmatch(host) is not None,
+                "allowed_host",
+                host,
+                "must be * or a name or an address, without scheme, port and path",
+            )
 
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
 
 
+def _check(is_valid: bool, field: str, value: object, reason: str) -> None:
+    if not is_valid:
+        raise ConfigError(field, value, reason)
+
+
 def read_toml(field: str, name: str) -> dict[str, Any]:
-    """What stands in a TOML file that the setting `field` names. Raises ConfigError."""
+    """Read the TOML file `name`. Raises ConfigError for the setting `field`."""
     try:
         return tomllib.loads(files.read_bytes(Path(name).expanduser(), most=_MAX_TOML_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(field, name, f"can't be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # no TOML, too deep a one, or no UTF-8
+    except (ValueError, RecursionError) as error:  # invalid TOML, nested too deep, or not UTF-8
         raise ConfigError(field, name, f"is not valid TOML: {error}") from None

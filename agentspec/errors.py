@@ -1,25 +1,25 @@
-"""Every exception that agentspec raises at a user, in one tree.
+"""The tree of exceptions that agentspec raises for its users.
 
     AgentspecError
     ├── ConfigError          a flag or an engine setting is wrong            (field, value)
-    ├── CheckpointError      a model directory can't be loaded as it stands  (names what is wrong)
-    │   └── UnsupportedModelError   a model type or a layer type that we don't run
-    ├── RequestError         a request can't be served as asked              (field, value)
+    ├── CheckpointError      a model directory can't be loaded               (the message names the fault)
+    │   └── UnsupportedModelError   a model type or a layer type that agentspec doesn't run
+    ├── RequestError         a request is invalid                            (field, value)
     │   └── ContextLengthError      prompt, or prompt + max_tokens, over the context limit
     ├── ReplayFileError      a replay file or trace is malformed             (path, line)
-    ├── OverloadedError      too many requests wait already; try again later
-    ├── TextProcessError     the process that renders and tokenises can't do it; others' requests, or this one later, may be done
+    ├── OverloadedError      the queue is full; try again later
+    ├── TextProcessError     rendering or tokenising failed; a retry or other requests may succeed
     └── EngineClosedError    the engine was closed while the caller still used it
-        └── EngineStalledError   it has given no answer for too long; it may come back
+        └── EngineStalledError   the engine doesn't respond; it may recover
 
-User errors carry the field and the value; `assert` is for our own bugs.
+User errors carry the field and the value; `assert` is for internal bugs.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """A text that a client or a file may have had a hand in, on one line."""
+    """Escape the non-printable characters of a text from a client or a file, so that it stays on one line."""
     return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in text)
 
 
@@ -28,7 +28,7 @@ class AgentspecError(Exception):
 
 
 class _FieldError(AgentspecError):
-    """An error that one field's value caused. The message always names both."""
+    """An error caused by the value of one field. The message names both; the value is cut after 200 characters."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
         shown = repr(value)
@@ -45,7 +45,7 @@ class ConfigError(_FieldError):
 
 
 class CheckpointError(AgentspecError):
-    """A model directory can't be loaded as it stands."""
+    """A model directory can't be loaded. The message names the fault."""
 
 
 class UnsupportedModelError(CheckpointError):
@@ -53,7 +53,7 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RequestError(_FieldError):
-    """A request can't be served as asked. The server answers 400 with the field."""
+    """A request is invalid. The server answers 400 with the field."""
 
 
 class ContextLengthError(RequestError):
@@ -71,21 +71,21 @@ class ReplayFileError(AgentspecError):
 
 
 class OverloadedError(AgentspecError):
-    """More requests wait than the server was told to queue."""
+    """The queue is full."""
 
     def __init__(self, reason: str, retry_after: int) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
-        """Seconds."""
+        """Seconds until a retry may succeed."""
 
 
 class TextProcessError(AgentspecError):
-    """A prompt couldn't be built though nothing is known to be wrong with it: the server answers 503."""
+    """A prompt couldn't be rendered or tokenised, though the request may be valid. The server answers 503."""
 
 
 class EngineClosedError(AgentspecError):
-    """The engine was closed, or its loop died, while a caller still used it."""
+    """The engine was closed, or its loop ended with an error, while a caller still used it."""
 
 
 class EngineStalledError(EngineClosedError):
-    """The engine has given no answer for too long. Nobody knows whether it comes back."""
+    """The engine has sent no heartbeat for too long. It may recover."""

@@ -1,9 +1,8 @@
-"""A queue that is fair by flow: owners take turns, and so do the sessions of an owner, weighed by what their items
-cost. Not thread-safe.
+"""A fair queue: weighted round robin over owners, and over the sessions of each owner. Not thread-safe.
 
-Deficit round robin at both levels (Shreedhar and Varghese, 1995): who is next in turn may have as much done as it has
-saved up, or saves up more and lets the next one go first. So a large item waits for many small ones of others, and
-nobody waits for ever. Knows nothing of what an item is.
+Deficit round robin at both levels (Shreedhar and Varghese, 1995). Each turn adds a quantum to a flow's credit. A flow's
+next item is served when its weight fits into the credit; otherwise the next flow gets its turn. So a large item waits
+for many small items of other flows, but no item waits forever. The queue doesn't look into its items.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ Item = TypeVar("Item")
 
 
 class Flow(NamedTuple):
-    """What shares with its like."""
+    """The unit of fairness: a session of an owner."""
 
     owner: str = ""
-    """Who may not take from others: an API key. Empty: nobody in particular."""
+    """The name of an API key. Empty: no key is asked for."""
     session: str = ""
-    """One of the owner's sessions. Empty: all that the owner asks without one."""
+    """One of the owner's sessions. Empty: all of the owner's requests without a session."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,29 +34,29 @@ class Ticket(Generic[Item]):
 
 @dataclass(slots=True)
 class _Session(Generic[Item]):
-    """First come, first served."""
+    """The tickets of one session, in order of arrival."""
 
-    saved: int
+    credit: int
     tickets: deque[Ticket[Item]] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class _Owner(Generic[Item]):
-    saved: int
+    credit: int
     weight: int = 0
-    """Of all its tickets."""
+    """The sum over all its tickets."""
     sessions: OrderedDict[str, _Session[Item]] = field(default_factory=OrderedDict)
-    """Whose turn it is stands first. None is empty."""
+    """In round-robin order, the current one first. Holds no empty session."""
 
 
 class FairQueue(Generic[Item]):
-    """Holds who waits, and nobody else: a flow that has nothing in it any more loses what it saved."""
+    """Keeps state for waiting flows only: a flow whose last item leaves loses its credit."""
 
     def __init__(self, quantum: int = 1) -> None:
-        """quantum: the weight that a flow has for each of its turns."""
+        """quantum: the weight that each turn adds to a flow's credit."""
         self._quantum = quantum
         self._owners: OrderedDict[str, _Owner[Item]] = OrderedDict()
-        """Whose turn it is stands first. None is empty."""
+        """In round-robin order, the current one first. Holds no empty owner."""
         self._tickets: set[Ticket[Item]] = set()
 
     def __len__(self) -> int:
@@ -65,14 +64,14 @@ class FairQueue(Generic[Item]):
 
     @property
     def weight(self) -> int:
-        """Of all that waits."""
+        """The sum over all waiting items."""
         return sum(owner.weight for owner in self._owners.values())
 
     def weight_of(self, owner: str) -> int:
-        """Of all that waits of one owner."""
+        """The sum over the owner's waiting items."""
         return self._owners[owner].weight if owner in self._owners else 0
 
-    def put(self, item: Item, flow: Flow, weight: int = 1) -> Ticket[Item]:
+    def enqueue(self, item: Item, flow: Flow, weight: int = 1) -> Ticket[Item]:
         ticket = Ticket(item, flow, weight)
         owner = self._owners.setdefault(flow.owner, _Owner(self._quantum))
         owner.sessions.setdefault(flow.session, _Session(self._quantum)).tickets.append(ticket)
@@ -80,24 +79,24 @@ class FairQueue(Generic[Item]):
         self._tickets.add(ticket)
         return ticket
 
-    def take(self) -> Ticket[Item] | None:
-        """The next item; None when nothing waits."""
+    def dequeue(self) -> Ticket[Item] | None:
+        """Remove and return the next item; None when the queue is empty."""
         if not self._owners:
             return None
         while True:
             name, owner = next(iter(self._owners.items()))
             session = self._session_in_turn(owner)
             ticket = session.tickets[0]
-            if ticket.weight <= owner.saved:
-                owner.saved -= ticket.weight
-                session.saved -= ticket.weight
+            if ticket.weight <= owner.credit:
+                owner.credit -= ticket.weight
+                session.credit -= ticket.weight
                 self.remove(ticket)
                 return ticket
-            owner.saved += self._quantum
+            owner.credit += self._quantum
             self._owners.move_to_end(name)
 
     def remove(self, ticket: Ticket[Item]) -> None:
-        """Drop an item that nobody waits for any more; one that was taken is left alone."""
+        """Remove an item; does nothing if it has already left the queue."""
         if ticket not in self._tickets:
             return
         self._tickets.remove(ticket)
@@ -111,16 +110,16 @@ class FairQueue(Generic[Item]):
             del self._owners[ticket.flow.owner]
 
     def last_of_the_longest(self) -> Ticket[Item]:
-        """The last item of the longest session of the owner whose items weigh the most; of equals, of those whose turn
+        """The last item of the longest session of the owner with the largest weight; ties go to the flow whose turn
         comes last."""
         owner = max(reversed(self._owners.values()), key=lambda owner: owner.weight)
         return max(reversed(owner.sessions.values()), key=lambda session: len(session.tickets)).tickets[-1]
 
     def _session_in_turn(self, owner: _Owner[Item]) -> _Session[Item]:
-        """The same one until it gets what it asks for."""
+        """The owner's next session. Stays the same until its first item is served."""
         while True:
             name, session = next(iter(owner.sessions.items()))
-            if session.tickets[0].weight <= session.saved:
+            if session.tickets[0].weight <= session.credit:
                 return session
-            session.saved += self._quantum
+            session.credit += self._quantum
             owner.sessions.move_to_end(name)

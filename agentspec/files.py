@@ -1,8 +1,7 @@
-"""What others made or named: files, read within bounds and only where they are regular; how deep JSON is nested.
+"""Bounded reads of untrusted files, and the nesting limit for JSON. Knows no other format.
 
-Opening a pipe waits for its other end, and a device may have none: neither is a checkpoint, a trace or a setting. Links
-to regular files are fine. JSON that is deeper than any real request would only exhaust the stack of whatever walks it.
-Knows no other format.
+Only regular files and links to them are read: opening a pipe or a device may block forever. JSON that is nested deeper
+than any real request would overflow the stack of a recursive reader.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ MAX_NESTING = 100
 """Levels of arrays and objects."""
 
 MAX_BYTES = 64 * 2**20
-"""Of a file that is read whole: twice as much as the largest published tokenizers have."""
+"""Limit of a file that is read whole: twice the size of the largest published tokenizers."""
 
 _PANIC_MODULE = "pyo3_runtime"
-"""Where the class of a Rust library's panics says that it is; it can't be imported, and is no Exception."""
+"""Module name of PyO3's panic class, which can't be imported and derives from BaseException."""
 
 _Parsed = TypeVar("_Parsed")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Raises OSError, whose `strerror` says why, for what is no regular file, too."""
+    """Open a regular file for reading. Raises OSError, with the reason in `strerror`, also for any other kind of
+    file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError:  # a null byte, or a lone surrogate
@@ -42,7 +42,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, *, most: int = MAX_BYTES) -> bytes:
-    """Raises OSError like `open_regular`, and for a file of more than `most` bytes."""
+    """Read a whole file. Raises OSError like `open_regular`, and for a file of more than `most` bytes."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -51,10 +51,10 @@ def read_bytes(path: str | Path, *, most: int = MAX_BYTES) -> bytes:
 
 
 def parsed(path: Path, parse: Callable[[bytes], _Parsed], what: str) -> _Parsed:
-    """What `parse` makes of a checkpoint's file. Raises CheckpointError naming the file for all that it raises, a panic
-    of a library included.
+    """Read a checkpoint's file and parse it. Raises CheckpointError naming the file for every error, including a panic
+    of a Rust library.
 
-    what: the file as it should be."""
+    what: the fault to name when `parse` fails, such as "not UTF-8"."""
     try:
         data = read_bytes(path)
     except FileNotFoundError:
@@ -70,17 +70,17 @@ def parsed(path: Path, parse: Callable[[bytes], _Parsed], what: str) -> _Parsed:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust gave up."""
+    """Whether an exception is a panic of a Rust library."""
     return type(error).__module__ == _PANIC_MODULE
 
 
 def read_text(path: Path) -> str:
-    """A checkpoint's file. Raises CheckpointError naming it."""
+    """Read a checkpoint's file as UTF-8. Raises CheckpointError naming it."""
     return parsed(path, lambda data: data.decode("utf-8"), "not UTF-8")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file. Raises CheckpointError naming it."""
+    """Read the JSON object in a checkpoint's file. Raises CheckpointError naming it."""
     value = parsed(path, json.loads, "unreadable JSON")
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
@@ -88,15 +88,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file that may be absent is there: whatever has its name, so that reading it says what is wrong with
-    it."""
+    """Whether an optional file exists. Counts anything with that name, a dangling link too, so that reading it reports
+    the fault."""
     return os.path.lexists(path)
 
 
 def write(path: str | Path, data: bytes, *, field: str) -> None:
-    """Write a result to where a flag says. Raises ConfigError naming the flag, `field`, and the file."""
+    """Write a result to the file that a flag names. Raises ConfigError naming the flag, `field`, and the file."""
     try:
-        # A pipe that nobody reads must be an error, too, instead of a wait.
+        # O_NONBLOCK: a pipe without a reader must fail instead of blocking.
         with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)) as file:
             os.set_blocking(file.fileno(), True)
             file.write(data)
@@ -105,20 +105,21 @@ def write(path: str | Path, data: bytes, *, field: str) -> None:
 
 
 def may_be_too_deep(text: bytes | bytearray) -> bool:
-    """JSON text has brackets enough to be nested too deep. Most has not, and a long prompt's ids need no look at each
-    of them."""
+    """Whether JSON text has more than MAX_NESTING opening brackets. A cheap test before `is_too_deep`, which visits
+    each of a long prompt's ids."""
     return text.count(b"[") + text.count(b"{") > MAX_NESTING
 
 
 def is_too_deep(value: Any) -> bool:
-    """Arrays and objects, as JSON is decoded, lie in each other more than MAX_NESTING levels deep."""
+    """Whether decoded JSON nests arrays and objects more than MAX_NESTING levels deep."""
     level: list[Any] = [[value]]
     for _ in range(MAX_NESTING + 2):
-        level = [item for part in level for item in _values(part) if type(item) is list or type(item) is dict]
+        level = [
+            item
+            for part in level
+            for item in (part.values() if type(part) is dict else part)
+            if type(item) is list or type(item) is dict
+        ]
         if not level:
             return False
     return True
-
-
-def _values(part: Any) -> Any:
-    return part.values() if type(part) is dict else part

@@ -1,6 +1,6 @@
-"""The words that every room shares: no torch, no behaviour beyond validation.
+"""Types and constants that all rooms share: no torch, no behaviour beyond validation.
 
-Token ids travel as `array('i')` inside the engine: four bytes a token, and a slice's bytes are the key of a block in
+Inside the engine, token ids are an `array('i')`: four bytes per token, and a slice's bytes are the key of a block in
 the prefix tree.
 """
 
@@ -16,51 +16,51 @@ import msgspec
 from agentspec.errors import RequestError
 
 BLOCK_TOKENS = 64
-"""Tokens in a block: a KV page, a Gated DeltaNet chunk and the grid on which checkpoints may stand."""
+"""Tokens per block: the size of a KV page and of a Gated DeltaNet chunk. Checkpoints lie on block boundaries."""
 
 FAIR_COST = 0.05
-"""Share of the time that may go into computing again what late requests pushed out, unless said otherwise."""
+"""Default of `EngineConfig.fair_cost`."""
 
 MAX_STOP_CHARACTERS = 1024
-"""Of a stop string. Text waits for as long as it may be the beginning of one."""
+"""Maximum length of a stop string. Text that may be the beginning of one is held back."""
 
 MAX_WINDOW = 8
-"""Columns of a window that the step's kernels hold in registers: compiled for Hopper, the recurrent one takes 251 of
-255 at 8, and spills at 16."""
+"""Maximum columns of a window. The decode step's kernels hold them in registers: compiled for Hopper, the recurrent
+kernel takes 251 of 255 registers at 8 columns, and spills at 16."""
 
 MOST_RIDERS = 128
-"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all
-weights of a dense model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 rows more a pass
-still took less time than both apart."""
+"""Maximum number of rows (windows and padding) that decode windows add to a prefill pass. An H100 reads all weights of
+a dense model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 more rows, one pass was
+still faster than two."""
 
 ZERO_ROW = 0
-"""The state row that is all zeros. Every new sequence reads it; nobody ever writes it."""
+"""The state row of zeros. Every new sequence reads it; it is never written."""
 
 SCRATCH_ROW = 1
-"""The state row that inert slots and rejected work write to. Nobody ever reads it."""
+"""The state row that inactive slots and rejected columns write to. It is never read."""
 
 NUM_SPARE_ROWS = 2
-"""Of the state rows that a running request owns: those that its rolling checkpoints rotate through."""
+"""Spare state rows of a running request: its rolling checkpoints rotate through them."""
 
 SCRATCH_PAGE = 0
-"""The KV page that inert slots write to. No request's page table contains it below its length."""
+"""The KV page that inactive slots write to. No request's page table contains it below the request's length."""
 
 
 STOP_RUNNING, STOP_ID, STOP_LENGTH = range(3)
-"""Whether a decode step ended a request, and why, as the device writes it."""
+"""Codes that the device writes after a decode step: whether it ended a request, and why."""
 
 
 Progress = Callable[[str, int, int], None]
-"""Told what a start is at: (stage, how much of it is done, of how much). The total is 0 where nobody can say. Any
-thread may call it."""
+"""Callback for the progress of a start: (stage, done, total). The total is 0 where it is unknown. Any thread may call
+it."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """A Progress that nobody follows."""
+    """A Progress that does nothing."""
 
 
 def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
-    """Drafts a step at most, by the size of a block.
+    """The maximum number of drafts per step, by the size of a block.
 
     The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two
     rolling checkpoints must not lie beyond it."""
@@ -68,28 +68,29 @@ def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:
-    """Token ids as the engine carries them."""
+    """Convert token ids to the engine's representation."""
     return array("i", ids)
 
 
 def rows_of_request(max_draft_tokens: int) -> int:
-    """State rows that a running request owns: one for the state after each column of its window, and the spare rows."""
+    """Number of state rows of a running request: one for the state after each column of its window, and the spare
+    rows."""
     return max_draft_tokens + 1 + NUM_SPARE_ROWS
 
 
 class CheckpointKind(enum.IntEnum):
-    """Why a checkpoint stands where it stands (docs/vocabulary.md)."""
+    """Why a checkpoint lies at its offset (docs/vocabulary.md)."""
 
     SYSTEM = 0
     """End of system prompt and tools: shared by sessions, never superseded."""
     USER = 1
-    """End of the last user message and of the words that open any answer: where chat templates diverge."""
+    """End of the last user message and of the tokens that open any answer: where chat templates diverge."""
     TURN = 2
     """The rolling checkpoint of the generated turn."""
     BRANCH = 3
-    """An observed branching point: two requests parted here. Never superseded."""
+    """An observed branching point: two requests diverged here. Never superseded."""
     GRID = 4
-    """One of a coarse grid over long, unstructured prefill. Evicted first."""
+    """A point of a coarse grid over a long prompt without structure. Evicted first."""
 
 
 BY_PROTECTION = (
@@ -99,7 +100,7 @@ BY_PROTECTION = (
     CheckpointKind.BRANCH,
     CheckpointKind.SYSTEM,
 )
-"""Least protected first: where two kinds fall on one boundary, the later one names the checkpoint."""
+"""Kinds in order of protection, the least protected first. Where two kinds fall on one boundary, the later one wins."""
 
 
 class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +112,7 @@ class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftSource(enum.StrEnum):
-    """Where a draft comes from: the name under which answers count it."""
+    """Where a draft comes from. Statistics in answers use these names."""
 
     MTP = "mtp"
     """The model's own MTP head."""
@@ -129,7 +130,7 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. `validate` is called once, at the door (the engine's submit)."""
+    """How the next token is chosen. The engine calls `validate` once, when the request is submitted."""
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -147,9 +148,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """0 to 2**63 - 1. None: the engine derives one from its own seed and the request's number."""
     max_tokens: int | None = None
-    """New tokens at most; None means up to the context limit. 0 scores the prompt only."""
+    """Maximum number of new tokens; None means up to the context limit. 0 scores the prompt only."""
     min_tokens: int = 0
-    """Tokens before which no stop id and no stop string ends the output. One that comes with a later token does."""
+    """No stop id or stop string ends the output before this many tokens; one that a later token completes does."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's own stop ids."""
@@ -166,50 +167,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self, *, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range."""
-        _range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
         if not 0 <= self.top_k <= vocab_size:
             raise RequestError("top_k", self.top_k, f"must be between 0 and the vocabulary size {vocab_size}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError("top_p", self.top_p, "must be in (0, 1]")
-        if not 0.0 <= self.min_p < 1.0:
-            raise RequestError("min_p", self.min_p, "must be in [0, 1)")
-        _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise RequestError("repetition_penalty", self.repetition_penalty, "must be in (0, 10]")
+        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must be in (0, 1]")
+        _check(0.0 <= self.min_p < 1.0, "min_p", self.min_p, "must be in [0, 1)")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check(
+            0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "must be in (0, 10]"
+        )
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
                 raise RequestError("logit_bias", token, f"is not a token id below {vocab_size}")
-            _range(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError("seed", self.seed, "must be between 0 and 2**63 - 1")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise RequestError("max_tokens", self.max_tokens, "must not be negative")
-        if not 0 <= self.min_tokens < 2**31:
-            raise RequestError("min_tokens", self.min_tokens, "must be between 0 and 2**31 - 1")
+            _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
+        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must not be negative")
+        _check(0 <= self.min_tokens < 2**31, "min_tokens", self.min_tokens, "must be between 0 and 2**31 - 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"must not be more than max_tokens={self.max_tokens}")
-        if any(not text for text in self.stop):
-            raise RequestError("stop", list(self.stop), "must not contain an empty string")
-        if len(self.stop) > 16:
-            raise RequestError("stop", list(self.stop), "at most 16 stop strings")
+        _check(all(self.stop), "stop", list(self.stop), "must not contain an empty string")
+        _check(len(self.stop) <= 16, "stop", list(self.stop), "at most 16 stop strings")
         if any(len(text) > MAX_STOP_CHARACTERS for text in self.stop):
             raise RequestError("stop", list(self.stop), f"at most {MAX_STOP_CHARACTERS:,} characters a stop string")
-        if len(self.stop_token_ids) > 16:
-            raise RequestError("stop_token_ids", list(self.stop_token_ids), "at most 16 ids")
+        _check(len(self.stop_token_ids) <= 16, "stop_token_ids", list(self.stop_token_ids), "at most 16 ids")
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 raise RequestError("stop_token_ids", token, f"is not a token id below {vocab_size}")
 
 
-def _range(field: str, value: float, low: float, high: float) -> None:
+def _check(is_valid: bool, field: str, value: object, reason: str) -> None:
+    if not is_valid:
+        raise RequestError(field, value, reason)
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also refuses NaN
         raise RequestError(field, value, f"must be between {low:g} and {high:g}")
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token given everything before it, and the most likely tokens in its place. By the model's
-    own distribution: before penalties, bias, temperature, filters and masks."""
+    """Log-probability of a token given all tokens before it, and the most likely alternatives. From the model's own
+    distribution: before penalties, bias, temperature, filters and masks."""
 
     token_id: int
     logprob: float
@@ -219,7 +218,7 @@ class TokenScore(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """What the engine must know of a model without touching it."""
+    """Sizes and ids of a model that the engine needs before it is loaded."""
 
     name: str
     vocab_size: int
@@ -233,7 +232,7 @@ class ModelSpec:
     stop_token_ids: tuple[int, ...]
     """Union of generation_config's, config's and the tokenizer's end ids."""
     row_bytes: int
-    """One state row over all layers: recurrent state, conv rows and the hidden column."""
+    """Size of a state row over all layers: recurrent state, conv rows and the hidden column."""
     page_bytes: int
-    """One KV page over all attention layers and the MTP layer."""
+    """Size of a KV page over all attention layers and the MTP layer."""
     block_tokens: int = BLOCK_TOKENS

@@ -1,16 +1,15 @@
 """Whole turns of agents over HTTP: `python -m benchmarks.agents --model 4B --lanes 1 4 8 16`.
 
-`agentspec serve` with its defaults on a model of published shapes, and `agentspec replay
-workloads/profile_agents.jsonl` against it, one session a lane, in a process of its own: 16,384 tokens at first, 4,096
-of them common, eight appends of 800 tokens, answers of 160 tokens, no time to think. Synthetic are the weights and the
-answers, which are forced token by token; three drafts a step are accepted at a rate that emits 3.0 tokens. One server
-answers all lanes, each run with token ids of its own (`--seed`), so that nothing is cached before it. The arithmetic
-beside each row is what its prompts, one pass after the other, and its full decode steps take by the measured costs of
-dry runs.
+`agentspec replay workloads/profile_agents.jsonl` runs in its own process against `agentspec serve` with its defaults,
+one session per lane: a first prompt of 16,384 tokens, 4,096 of them shared, eight appends of 800 tokens, answers of 160
+tokens, no thinking time. The model has published shapes. Weights are random, answers are forced token by token, and
+three drafts per step are accepted at a rate that emits 3.0 tokens. One server serves all runs; each run has its own
+token ids (`--seed`), so that nothing is cached before it. The sum beside each row is the time of its prompts in
+sequence and of its full decode steps, by the measured costs of dry runs.
 
-`--storm N` sends N first prompts of 2,000 tokens at once, 300 tokens out each. `--newcomer` has a prompt of 50,000
-tokens come in beside eight streams. Anything behind `--` goes to the server (`-- --prefill-budget 2048`). Before any
-figure, tiny-agent's tokens are held against the CPU's.
+`--storm N` sends N first prompts of 2,000 tokens at once, with answers of 300 tokens. `--newcomer` sends a prompt of
+50,000 tokens beside eight streams. Arguments after `--` go to the server (`-- --prefill-budget 2048`). Before the
+measurement, tiny-agent's tokens are compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ COMMAND = (sys.executable, "-c", "from agentspec.commands.cli import main; raise
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
 SETTLE_SECONDS = 20
-"""After its start a server captures the graphs that no first answer needs, while it has nothing else to do."""
+"""Idle time after the start, in which the server captures the remaining graphs."""
 HOLD_SECONDS = 6
 CEILING = 0.1
 """Seconds: the default of `--max-gap`."""
@@ -56,7 +55,7 @@ FIRST, COMMON, APPENDS, APPEND, ANSWER = 16_384, 4_096, 8, 800, 160
 
 @contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """Start a server; yield its address when it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -97,7 +96,7 @@ def is_ready(url: str) -> bool:
 
 
 def replay(url: str, lanes: int, seed: int) -> dict[str, Any]:
-    """The report of one run."""
+    """Run one replay; return its report."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         flags = [
             "--output",
@@ -142,14 +141,14 @@ class EngineGaps:
 
     def since(self, before: EngineGaps) -> str:
         return (
-            f"in the engine {self.count - before.count:,} gaps, {self.over_ceiling - before.over_ceiling} over {CEILING * 1e3:.0f} ms, "
+            f"in the engine {self.count - before.count:,} gaps, {self.over_ceiling - before.over_ceiling} over "
+            f"{CEILING * 1e3:.0f} ms, "
             f"longest since the start {self.longest * 1e3:.0f} ms"
         )
 
 
 def arithmetic(costs: ModelCosts, lanes: int) -> float:
-    """Seconds: prompts one after the other, and as many full decode steps as the answers have, at the costs of dry
-    runs."""
+    """Seconds of the prompts in sequence and of the answers' full decode steps, by the costs of dry runs."""
     first = costs.pass_seconds([(0, COMMON)]) + lanes * costs.pass_seconds([(COMMON, FIRST - COMMON)])
     later = [FIRST + turn * (APPEND + ANSWER) for turn in range(1, APPENDS + 1)]
     prompts = first + lanes * sum(
@@ -165,13 +164,16 @@ def row(model: str, lanes: int, report: dict[str, Any]) -> str:
     wall, least = summary["wall_s"], arithmetic(model_costs(model.lower()), lanes)
     gaps = [gap for request in report["requests"] for gap in request["itl_ms"]]
     return (
-        f"| {model} | {lanes} | {wall:.2f} | {least:.2f} | {wall / least:.2f} | {summary['output_tokens_per_s']:,.0f} | {turn['mean']:,.0f} | "
-        f"{turn['p50']:,.0f} | {turn['p99']:,.0f} | {first['p50']:,.0f} | {later['p50']:.1f} | {later['p99']:.1f} | {max(gaps):.0f} |"
+        f"| {model} | {lanes} | {wall:.2f} | {least:.2f} | {wall / least:.2f} | "
+        f"{summary['output_tokens_per_s']:,.0f} | {turn['mean']:,.0f} | "
+        f"{turn['p50']:,.0f} | {turn['p99']:,.0f} | {first['p50']:,.0f} | {later['p50']:.1f} | {later['p99']:.1f} | "
+        f"{max(gaps):.0f} |"
     )
 
 
 HEADER = (
-    "| model | lanes | wall, s | arithmetic, s | times it | tokens/s | turn, mean | p50 | p99 | first token of first turns, p50 | "
+    "| model | lanes | wall, s | arithmetic, s | times it | tokens/s | turn, mean | p50 | p99 | first token of "
+    "first turns, p50 | "
     "of later turns, p50 | p99 | longest gap at the client |\n|" + "---|" * 13
 )
 
@@ -179,7 +181,7 @@ HEADER = (
 async def ask(
     client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int, output: list[int]
 ) -> list[float]:
-    """When the events with tokens came, from the moment of sending on."""
+    """Times of the events with tokens, from the moment of sending."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -198,7 +200,7 @@ async def ask(
 
 
 async def storm(url: str, model: str, count: int, seed: int) -> None:
-    """First prompts of 2,000 tokens, all at once. An idle server: sessions of earlier runs are held for some
+    """Send first prompts of 2,000 tokens, all at once, to an idle server, which holds sessions of earlier runs for some
     seconds."""
     words = Words(seed, 2_000)
     await asyncio.sleep(HOLD_SECONDS)
@@ -213,15 +215,17 @@ async def storm(url: str, model: str, count: int, seed: int) -> None:
     assert first.largest is not None
     back_to_back = count * model_costs(model.lower()).pass_seconds([(0, 2_000)])
     print(
-        f"{model}, {count} first prompts of 2,000 at once: first tokens p50 {first.p50:.2f} s, last {first.largest:.2f} s "
-        f"({first.largest / back_to_back:.2f} of the passes back to back, {back_to_back:.2f} s; one alone {sorted(alone)[2] * 1e3:.0f} ms); "
+        f"{model}, {count} first prompts of 2,000 at once: first tokens p50 {first.p50:.2f} s, last "
+        f"{first.largest:.2f} s "
+        f"({first.largest / back_to_back:.2f} of the passes back to back, {back_to_back:.2f} s; one alone "
+        f"{sorted(alone)[2] * 1e3:.0f} ms); "
         f"turns mean {turns.mean:.2f}, p99 {turns.p99:.2f}; wall {wall:.2f} s; longest gap {gaps * 1e3:.0f} ms",
         flush=True,
     )
 
 
 async def newcomer(url: str, model: str, seed: int) -> None:
-    """A prompt of 50,000 tokens beside eight streams of 2,000."""
+    """Send a prompt of 50,000 tokens beside eight streams of 2,000."""
     words = Words(seed, 2_000)
     await asyncio.sleep(HOLD_SECONDS)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
@@ -240,8 +244,10 @@ async def newcomer(url: str, model: str, seed: int) -> None:
     assert gaps.p99 is not None
     assert gaps.largest is not None
     print(
-        f"{model}, 50,000 tokens beside eight streams: first token {first * 1e3:.0f} ms, alone {alone * 1e3:.0f} ms, {first / alone:.2f} of it; "
-        f"gaps of the streams meanwhile p50 {gaps.p50 * 1e3:.0f}, p99 {gaps.p99 * 1e3:.0f}, longest {gaps.largest * 1e3:.0f} ms",
+        f"{model}, 50,000 tokens beside eight streams: first token {first * 1e3:.0f} ms, alone {alone * 1e3:.0f} "
+        f"ms, {first / alone:.2f} of it; "
+        f"gaps of the streams meanwhile p50 {gaps.p50 * 1e3:.0f}, p99 {gaps.p99 * 1e3:.0f}, longest "
+        f"{gaps.largest * 1e3:.0f} ms",
         flush=True,
     )
 

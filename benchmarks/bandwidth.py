@@ -1,5 +1,4 @@
-"""How fast the device's memory is today: the ceilings that floors are counted with, measured in the same run as what is
-held against them."""
+"""Memory bandwidth of the device, for the floors of other benchmarks, measured in the same run."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from itertools import pairwise
 import torch
 
 GPU_BYTES = 4 * 2**30
-"""Of each buffer: eighty times the L2 cache of an H100."""
+"""Size of each buffer: eighty times the L2 cache of an H100."""
 CPU_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """Bytes a second."""
+    """Bytes per second."""
 
     copy: float
     """Read and written bytes of a large copy."""
@@ -28,7 +27,8 @@ class Bandwidth:
 
 
 def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None) -> Bandwidth:
-    """num_bytes: of each of the two buffers, a multiple of 32 KiB; None: as much as leaves the caches no say."""
+    """num_bytes: size of each of the two buffers, a multiple of 32 KiB; None: large enough to make caches
+    irrelevant."""
     num_bytes = num_bytes or (GPU_BYTES if device.type == "cuda" else CPU_BYTES)
     source = torch.empty(num_bytes // 4, device=device).normal_()  # random: zeros can be faster than real data
     target = torch.empty_like(source)
@@ -36,7 +36,7 @@ def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None) -> 
     if device.type == "cuda":
         kernel = importlib.import_module(
             "benchmarks.read_kernel"
-        )  # imports Triton, which machines without a GPU may not have
+        )  # imports Triton, which may be missing on machines without a GPU
         sums = torch.full((source.numel() // kernel.READ_BLOCK,), torch.nan, device=device)
         read = min(read, median_seconds(lambda: kernel.read_all(source, sums), device))
         assert torch.allclose(sums, source.view(len(sums), -1).sum(1), rtol=1e-3, atol=0.1), (
@@ -47,7 +47,7 @@ def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None) -> 
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, *, repeats: int = 11) -> float:
-    """Device time of `run`, after a few rounds to warm up."""
+    """Device time of `run`, after a warm-up."""
     for _ in range(3):
         run()
     if device.type == "cpu":

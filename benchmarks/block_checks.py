@@ -1,8 +1,8 @@
-"""What must hold before a figure of a model with experts or 8-bit weights counts: its blocks, at their published
-widths, are what the reference says.
+"""Check of a model with experts or 8-bit weights before it is measured: its blocks, at their published widths, equal
+the reference.
 
-One recurrent and one attention layer on the device's kernels against the same weights in float32 on the CPU. Inputs are
-forced: every block gets inputs of its own, so that no error is handed on. Compared is what a block adds to its input.
+Compares one recurrent and one attention layer on the device's kernels with the same weights in float32 on the CPU.
+Every block gets independent inputs, so that errors don't propagate. Compared is what a block adds to its input.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ LAYERS: tuple[LayerType, ...] = ("linear_attention", "full_attention")
 VOCABULARY = 1_024
 
 STARTS = (70, 5)
-"""Positions at which the windows of the mixers begin, one a slot."""
+"""Start positions of the mixers' windows, one per slot."""
 NUM_COLUMNS = 4
 FFN_TOKENS = (4, 32, 128, 300)
-"""From a decode window to a prompt: each is computed in another way."""
+"""Token counts from a decode window to a prompt: each has its own kernel path."""
 EXACT_WEIGHT_TOKENS = 64
-"""Up to so many tokens, products with 8-bit weights leave their inputs as they are; above, they may round them to 8
-bits too."""
+"""Up to this many tokens, matmuls with 8-bit weights don't round their inputs; above, they may round them to 8 bits."""
 
 INPUT_SCALE = 1 / 8
-"""Of made-up inputs, so that what a block adds isn't small against them."""
+"""Scale of random inputs, so that a block's contribution isn't small beside them."""
 ROUTER_MARGIN = 0.02
-"""Between the scores of a token's last expert and of the best one that it doesn't visit: some times what rounding moves
-them by."""
+"""Minimum distance between the scores of a token's last chosen expert and the best other one: several times the
+rounding error."""
 
 TOLERANCE = 2**-6
-"""Of what a block adds, by norms. A result in bfloat16 and the roundings on its way come to 2^-8 to 2^-7."""
+"""Relative tolerance of a block's contribution, by norms. bfloat16 rounding gives 2^-8 to 2^-7."""
 ROUNDED_INPUTS_TOLERANCE = 2**-4
-"""The same where inputs are rounded to 3 bits of mantissa: 2^-4 of a value at most, 2^-5.3 on average, in both products
-of an FFN."""
+"""The same where inputs are rounded to 3 mantissa bits: at most 2^-4 of a value, 2^-5.3 on average, in both matmuls of
+an FFN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """One of the two models, with what its windows read and write."""
+    """One of the two models, with the pools of its windows."""
 
     model: PrefilledModel
     windows: VerifyBatch
@@ -67,14 +66,13 @@ class Twin:
 
 
 def wants_block_checks(config: TextConfig) -> bool:
-    """Whether the small model that everything is checked with has no such blocks."""
+    """Whether the small model of the other checks lacks such blocks."""
     return config.moe is not None or config.quantization is not None
 
 
 @torch.inference_mode()
 def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Returns what was checked, in words. Raises CheckFailedError that names the first block which is off by more than
-    the tolerance."""
+    """Return a description of the checks. Raises CheckFailedError naming the first block beyond the tolerance."""
     ours, exact = twins(name, config, device, dtype)
     worst: dict[str, float] = {}
     for i in range(len(LAYERS)):
@@ -84,12 +82,16 @@ def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: tor
             error, tolerance = relative_error(found, expected), ROUNDED_INPUTS_TOLERANCE if rounds_inputs else TOLERANCE
             if not error <= tolerance:
                 raise CheckFailedError(
-                    f"{name}: {block} of {num_tokens} tokens: off by {error:.1e} from float32 on the CPU, {tolerance:.1e} at most"
+                    f"{name}: {block} of {num_tokens} tokens: off by {error:.1e} from float32 on the CPU, "
+                    f"{tolerance:.1e} at most"
                 )
             kind = f"{block} of {num_tokens}"
             worst[kind] = max(worst.get(kind, 0.0), error)
     errors = ", ".join(f"{block} {error:.1e}" for block, error in worst.items())
-    return f"{name}, a recurrent and an attention layer, {str(dtype).removeprefix('torch.')}: blocks are as in float32 on the CPU (errors: {errors})"
+    return (
+        f"{name}, a recurrent and an attention layer, {str(dtype).removeprefix('torch.')}: blocks are as in "
+        f"float32 on the CPU (errors: {errors})"
+    )
 
 
 def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtype) -> tuple[Twin, Twin]:
@@ -108,9 +110,7 @@ def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtyp
     for model in models:
         model.allocate(num_rows=2 + rows_BR.numel(), num_pages=1 + pages_BP.numel())
         windows = VerifyBatch(
-            tokens_BT=torch.zeros(
-                num_slots, NUM_COLUMNS, dtype=torch.int64, device=model.device
-            ),  # mixers don't look at them
+            tokens_BT=torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int64, device=model.device),  # unused by mixers
             length_B=torch.tensor(STARTS, device=model.device),
             read_row_B=rows_BR[:, 0].to(model.device).contiguous(),
             write_rows_BT=rows_BR[:, 1:].to(model.device).contiguous(),
@@ -143,7 +143,7 @@ def _added(result_NH: Tensor, x_NH: Tensor) -> Tensor:
 def made_up_inputs(
     num_tokens: int, exact_layer: DecoderLayer, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """[num_tokens, H] on the CPU: inputs of which rounding changes no expert."""
+    """[num_tokens, H] on the CPU: inputs whose experts don't change by rounding."""
     hidden = exact_layer.post_norm.weight.shape[0]
     x_NH = (torch.randn(4 * num_tokens, hidden, generator=generator) * INPUT_SCALE).to(dtype)
     if isinstance(exact_layer.ffn, MixtureOfExperts):
@@ -156,6 +156,6 @@ def made_up_inputs(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """By norms. Not a number where anything isn't."""
+    """Relative difference by norms. NaN if any value is NaN."""
     difference = torch.linalg.vector_norm(found.double() - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()))

@@ -1,21 +1,21 @@
-"""Whether the prefix cache on a device gives what the cache alone predicts: `python -m benchmarks.cache_truth FILE`
-replays recorded sessions twice.
+"""Compare the prefix cache of an engine with a dry run: `python -m benchmarks.cache_truth FILE` replays recorded
+sessions twice.
 
-Once through the engine, every forward pass computed and the recorded answers forced; once through the dry run, which
-has no model, with the same rows and pages. Both go by one virtual clock (simulate/closed_loop.py), and the dry run is
-told how many tokens each step of the real one emitted: that is all of the model that order and admission depend on. So
-with any number of lanes, and with too little memory, everything must be equal:
+The first run uses the engine, with every forward pass computed and the recorded answers forced. The second one is a dry
+run without a model, with the same rows and pages. Both use a virtual clock (simulate/closed_loop.py), and the dry run
+gets the number of tokens that each step of the engine emitted, because order and admission depend on nothing else of
+the model. So with any number of lanes, and with too little memory, these must be equal:
 
 - the order in which turns end, and each turn's cached tokens;
-- the tokens that prefill computed, and what became of every checkpoint (created, superseded, evicted, held).
+- the tokens that prefill computed, and the fate of every checkpoint (created, superseded, evicted, held).
 
 Nothing is computed twice: without a preemption, prefill computes exactly the prompt tokens that were not cached; and
 where nothing was evicted, what an infinite cache of single tokens would have held beyond that is less than two blocks a
 turn (a hit ends on a block, and so does a breakpoint).
 
-A turn's prompt, breakpoints and answer are rendered by the replay itself, so text and vocabulary don't matter: weights
-may be made up. Exit status 1 if anything differs. The first --memory must hold everything, the others must force
-eviction: else there was nothing to see, which counts as failure.
+The replay itself renders each turn's prompt, breakpoints and answer, so text and vocabulary don't matter, and weights
+may be random. Exit status 1 if anything differs. The first --memory must hold everything and the others must force
+eviction; otherwise the test proves nothing, which counts as failure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CACHE_EVENTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What both runs share."""
+    """Settings of both runs."""
 
     lanes: int
     max_running: int
@@ -80,7 +80,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """What one run came to."""
+    """The result of one run."""
 
     ended: list[EndedTurn]
     computed_tokens: int
@@ -99,7 +99,7 @@ class Reached:
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:
-    """One memory, one number of lanes."""
+    """The comparison for one memory size and one number of lanes."""
 
     settings: Settings
     memory: MemoryPlan
@@ -118,7 +118,7 @@ class Verdict:
 def run_real(
     model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan
 ) -> tuple[Reached, int]:
-    """The sessions through an engine around `model`, and the tokens that an ideal cache holds for their order."""
+    """Run the sessions through an engine around `model`; also return an ideal cache's hits for their order."""
     clock, ideal, ideal_tokens = VirtualClock(), IdealPrefix(), 0
 
     def on_submit(_: str, turn: RecordedTurn) -> None:
@@ -164,7 +164,7 @@ def run_real(
 def run_dry(
     costs: ModelCosts, sessions: Sessions, settings: Settings, memory: MemoryPlan, emissions: dict[str, list[int]]
 ) -> Reached:
-    """The same sessions with no model. `emissions`: tokens that each step of the real run emitted, by request."""
+    """Run the same sessions without a model. `emissions`: tokens that each step of the real run emitted, by request."""
     dry = DryRun(
         costs=costs,
         memory=DryMemory.of_engine(memory),
@@ -190,14 +190,15 @@ def run_dry(
 def compare(
     model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan
 ) -> Verdict:
-    """Both runs, and everything in which they differ."""
+    """Run both and compare them."""
     real, ideal_tokens = run_real(model, device, sessions, settings, memory)
     dry = run_dry(costs_of(model), sessions, settings, memory, {turn.request_id: turn.emissions for turn in real.ended})
     verdict = Verdict(settings=settings, memory=memory, real=real, dry=dry, ideal_tokens=ideal_tokens)
     verdict.failures += differences(real, dry)
     if not real.preemptions and real.computed_tokens != real.prompt_tokens - real.cached_tokens:
         verdict.failures.append(
-            f"prefill computed {real.computed_tokens:,} tokens, {real.prompt_tokens - real.cached_tokens:,} were not cached"
+            f"prefill computed {real.computed_tokens:,} tokens, {real.prompt_tokens - real.cached_tokens:,} were "
+            f"not cached"
         )
     missed = ideal_tokens - real.cached_tokens
     if not verdict.evicted and missed >= 2 * BLOCK_TOKENS * len(real.ended):
@@ -208,7 +209,7 @@ def compare(
 
 
 def differences(real: Reached, dry: Reached) -> list[str]:
-    """A line for each figure that differs, of the turns only the first."""
+    """One line for each figure that differs; of the turns only the first."""
     found = []
     for index, (ours, theirs) in enumerate(zip(real.ended, dry.ended, strict=False)):
         if (ours.request_id, ours.cached_tokens) != (theirs.request_id, theirs.cached_tokens):
@@ -229,7 +230,7 @@ def differences(real: Reached, dry: Reached) -> list[str]:
 
 
 def costs_of(model: StepModel) -> ModelCosts:
-    """Bytes of this model; times as of the 4B, which order events on both sides alike."""
+    """Costs with the bytes of this model and the times of the 4B; both runs use the same times."""
     spec = model.spec
     return dataclasses.replace(
         model_costs("4b"),
@@ -244,7 +245,7 @@ def _iterators(sessions: Sessions) -> Any:
 
 
 def make_model(name: str, device: torch.device) -> StepModel:
-    """A published size with made-up bfloat16 weights, or the bundled model."""
+    """A model of published size with random bfloat16 weights, or the bundled model."""
     if name == bundled.NAME:
         return load_model(
             bundled.DIRECTORY, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -300,7 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = make_model(options.model, device)
     turns = [turn for _, turns in sessions for turn in turns]
     print(
-        f"{Path(options.file).name}: {len(sessions)} sessions, {len(turns)} turns, tokens by {encoder.name}; {options.model} on {device}"
+        f"{Path(options.file).name}: {len(sessions)} sessions, {len(turns)} turns, tokens by {encoder.name}; "
+        f"{options.model} on {device}"
     )
     longest = max(len(turn.prompt) + len(turn.output) for turn in turns)
     verdicts = []
@@ -339,12 +341,15 @@ def told(verdict: Verdict, gib: float) -> str:
     lines = [
         f"{settings.lanes} lanes, {gib:g} GiB ({memory.num_rows:,} rows, {memory.num_pages:,} pages): "
         f"{'EQUAL' if not verdict.failures else 'NOT AS IT SHOULD BE'}",
-        f"  cached {real.cached_tokens:,} of {real.prompt_tokens:,} prompt tokens, {real.cached_tokens / real.prompt_tokens:.2%} "
-        f"(ideal {verdict.ideal_tokens / real.prompt_tokens:.2%}); computed {real.computed_tokens:,}; {len(real.ended)} turns compared one by one",
+        f"  cached {real.cached_tokens:,} of {real.prompt_tokens:,} prompt tokens, "
+        f"{real.cached_tokens / real.prompt_tokens:.2%} "
+        f"(ideal {verdict.ideal_tokens / real.prompt_tokens:.2%}); computed {real.computed_tokens:,}; "
+        f"{len(real.ended)} turns compared one by one",
         "  "
         + ", ".join(f"{name.replace('_', ' ')} {real.cache[name]:,}" for name in CACHE_EVENTS)
         + f", preemptions {real.preemptions}",
-        f"  {sum(len(turn.emissions) for turn in real.ended):,} steps of requests, {real.seconds:.1f} s; the cache alone {verdict.dry.seconds:.1f} s",
+        f"  {sum(len(turn.emissions) for turn in real.ended):,} steps of requests, {real.seconds:.1f} s; the cache "
+        f"alone {verdict.dry.seconds:.1f} s",
     ]
     return "\n".join(lines + [f"  ! {failure}" for failure in verdict.failures])
 

@@ -1,15 +1,14 @@
-"""How fast decode steps are, and how far from the least that memory allows: `python -m benchmarks.decode`.
+"""Time of decode steps, and its ratio to the memory floor: `python -m benchmarks.decode`.
 
-The engine's own loop on models of published shapes, bfloat16. Synthetic, and said so in what it prints: the weights are
-random, the context's state and keys are random instead of computed, and drafts are accepted at a forced rate. None of
-that changes what a step does. The floor of a step is the bytes that it can't do without (step_bytes.StepBytes) over the
-read bandwidth measured in the same run; of a mixture those of the experts that its steps really chose, which are
-counted in some of the same steps, run eagerly. With --overlap off on, engines that differ in whether the shared expert
-runs beside the routed ones take turns.
+Runs the engine's own loop on models of published shapes in bfloat16. Weights are random, the context's state and keys
+are random instead of computed, and drafts are accepted at a forced rate; the output says so. None of this changes the
+work of a step. The floor of a step is its compulsory bytes (step_bytes.StepBytes) over the read bandwidth measured in
+the same run. For a mixture these are the bytes of the experts that its steps chose, counted in some of the same steps,
+run eagerly. With --overlap off on, engines with and without overlap of the shared expert are measured alternately.
 
-First of all come the checks: no figure without them. Then every case is timed; then the same cases are traced, in
-engines of their own, since a profiler slows down what it sees. A case that doesn't fit or wasn't reached stays in the
-table, with the reason.
+Checks run first; without them there are no figures. Then every case is timed. Then the same cases are traced in
+separate engines, because a profiler slows steps down. A case that doesn't fit or wasn't reached stays in the table,
+with the reason.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ DRAFT_PRECISIONS = {"auto": None, "checkpoint": False, "fp8": True}
 
 
 def core_cases() -> list[Case]:
-    """What the default run measures: each model's step for one user, at a longer context, and for many; and where the
-    targets stand."""
+    """Cases of the default run: each model's step for one user, at a longer context, and for many users; and the cases
+    of the targets."""
     cases = []
     for model in ("4B", "27B", "9B"):
         cases += [Case(model=model, context=2_048, batch=1, depth=3, emitted=emitted) for emitted in (3.39, 3.0)]
@@ -67,7 +66,7 @@ def core_cases() -> list[Case]:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """The cases that the flags ask for, model by model."""
+    """The cases selected by the flags, by model."""
     axes: tuple[Sequence[str], Sequence[int], Sequence[int], Sequence[Any]]
     if options.all:
         axes = (list(CONFIGS), CONTEXTS, BATCHES, DEPTHS)
@@ -93,7 +92,7 @@ class DoesNotFitError(Exception):
 
 
 class Run:
-    """Measures cases one after the other, within a time limit, and keeps the report up to date."""
+    """Measures cases in sequence, within a time limit, and keeps the report up to date."""
 
     def __init__(
         self,
@@ -106,9 +105,8 @@ class Run:
         fp8_drafts: bool | None = None,
         overlaps: Sequence[str] = (),
     ) -> None:
-        """deadline: on time.perf_counter's clock; what has not begun by then is not begun. fp8_drafts: as in
-        published.make_model.
-        overlaps: choices that are to be compared."""
+        """deadline: on time.perf_counter's clock; no case starts after it. fp8_drafts: as in published.make_model.
+        overlaps: choices to compare."""
         self._report = report
         self._device = device
         self._steps = steps
@@ -117,15 +115,14 @@ class Run:
         self._fp8_drafts = fp8_drafts
         self._overlaps = overlaps
         self._checked: set[str] = set()
-        """Models whose graphs were held against eager steps."""
+        """Models whose graphs were compared with eager steps."""
 
     def time_all(self) -> None:
         """Raises CheckFailedError when a model's graphs are wrong."""
         self._for_each(self._report.results, self._time)
 
     def trace_all(self) -> None:
-        """After all timing: from here on the profiler is there, and it must be before a graph is captured that it shall
-        see into."""
+        """Trace the cases after all timing: the profiler stays active, and must be so before a graph is captured."""
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.cuda.synchronize()
         self._for_each([result for result in self._report.results if result.timing is not None], self._trace)
@@ -163,10 +160,9 @@ class Run:
             raise DoesNotFitError(f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
 
     def _load(self, name: str) -> PrefilledModel:
-        """With a check of its blocks the first time, where it has such that tiny-agent hasn't. Raises
-        DoesNotFitError."""
+        """Make a model; the first time, check the blocks that tiny-agent lacks. Raises DoesNotFitError."""
         config = CONFIGS[name]
-        let_go()  # what was there before
+        let_go()  # free the previous model's memory
         self._require(missing_for_weights(config, self._device, fp8_drafts=self._fp8_drafts is not False))
         if wants_block_checks(config) and name not in self._checked:
             self._report.checks.append(check_blocks(name, config, self._device))
@@ -175,8 +171,7 @@ class Run:
         return model
 
     def _for_each(self, results: list[Result], measure: Callable[[Result, PrefilledModel], None]) -> None:
-        """Each result with the model of its case, made once for all that follow one another; prints and saves after
-        each."""
+        """Yield each result with the model of its case, which consecutive cases share; print and save after each."""
         for name, group in itertools.groupby(results, key=lambda result: result.case.model):
             model: PrefilledModel | None = None
             for result in group:

@@ -1,5 +1,4 @@
-"""What must hold before a figure of a decode step counts: the device computes what the CPU's reference does, and a
-graph what eager calls do."""
+"""Checks before decode steps are measured: the device equals the CPU's reference, and graphs equal eager calls."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ NUM_STEPS = 24
 
 
 class CheckFailedError(Exception):
-    """The code that would be timed is wrong."""
+    """The code to be measured is wrong."""
 
 
 def check_small_model(device: Device) -> str:
-    """tiny-agent in float32, greedy: with drafts on the device as without on the CPU, token for token. Returns what was
-    checked, in words.
+    """Compare tiny-agent's greedy float32 tokens with drafts on the device with those without drafts on the CPU. Return
+    a description.
 
     Raises CheckFailedError at the first difference."""
     words = random.Random(0)
@@ -44,15 +43,19 @@ def check_small_model(device: Device) -> str:
         if ours != theirs:
             place = next(place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
             raise CheckFailedError(
-                f"prompt {index} of {PROMPT_LENGTHS[index]} tokens: token {place} is {ours[place]} on {device} with {NUM_DRAFTS} drafts,"
+                f"prompt {index} of {PROMPT_LENGTHS[index]} tokens: token {place} is {ours[place]} on {device} with "
+                f"{NUM_DRAFTS} drafts,"
                 f" {theirs[place]} on the CPU without"
             )
     num_tokens = sum(map(len, found))
-    return f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} ({num_accepted} accepted drafts) equal the CPU's without drafts"
+    return (
+        f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} ({num_accepted} accepted drafts) equal "
+        f"the CPU's without drafts"
+    )
 
 
 def streams(parts: Assembly, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[list[int]], int]:
-    """Generate from all prompts together: the tokens of each, and how many of them were accepted drafts."""
+    """Generate from all prompts in a batch; return each one's tokens, and the number of accepted drafts."""
     for number, prompt in enumerate(prompts):
         submit = Submit(request_id=str(number), prompt_ids=prompt, sampling=sampling)
         request = new_request(
@@ -71,10 +74,10 @@ def streams(parts: Assembly, prompts: list[list[int]], sampling: SamplingParams)
 
 
 def check_graphs(model: PrefilledModel, device: torch.device) -> str:
-    """A model's steps as graphs against eager ones, from the same states: emitted tokens, rows and pages, bit for bit.
-    Returns what was checked.
+    """Compare a model's steps as graphs with eager ones from the same states, bit for bit: emitted tokens, rows and
+    pages. Return a description.
 
-    Raises CheckFailedError that names what differs."""
+    Raises CheckFailedError naming the difference."""
     eager_tokens, eager_pools, _ = _after_some_steps(model, device, graphs=False)
     tokens, pools, graphs = _after_some_steps(model, device, graphs=True)
     if tokens != eager_tokens:
@@ -82,13 +85,17 @@ def check_graphs(model: PrefilledModel, device: torch.device) -> str:
     for name, ours, theirs in zip(("states", "conv rows", "hiddens", "pages"), pools, eager_pools, strict=True):
         if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
             raise CheckFailedError(f"{model.spec.name}: graphs and eager steps leave different {name}")
-    return f"{model.spec.name}: {len(tokens)} steps as graphs equal eager ones, tokens, rows and pages bit for bit (graphs: {graphs})"
+    return (
+        f"{model.spec.name}: {len(tokens)} steps as graphs equal eager ones, tokens, rows and pages bit for bit "
+        f"(graphs: {graphs})"
+    )
 
 
 def _after_some_steps(
     model: PrefilledModel, device: torch.device, *, graphs: bool
 ) -> tuple[list[list[list[int]]], list[Tensor], str]:
-    """What was emitted, copies of the pools without what inert slots write to, and what was captured."""
+    """Emitted tokens, copies of the pools without the scratch row and page, and a description of the captured
+    graphs."""
     case = Case(model=model.spec.name, context=NUM_CONTEXT, batch=1, depth=NUM_DRAFTS)
     engine = RunningEngine(case, model, device, num_steps=NUM_STEPS + 1, graphs=graphs)
     emitted = [engine.step() for _ in range(NUM_STEPS)]

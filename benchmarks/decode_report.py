@@ -9,16 +9,24 @@ from benchmarks.bandwidth import Bandwidth
 from benchmarks.decode_timing import Result
 from benchmarks.overlap import layer_table
 
-SYNTHETIC = "Synthetic: random weights of published shapes, random state and keys for the context, drafts accepted at a forced rate."
+SYNTHETIC = (
+    "Synthetic: random weights of published shapes, random state and keys for the context, drafts accepted "
+    "at a forced rate."
+)
 HEADER = (
-    "| model | context | batch | k | emitted a step: forced (seen) | ms a step | tokens/s | floor, ms | of the floor | kernels a step | GPU idle"
+    "| model | context | batch | k | emitted a step: forced (seen) | ms a step | tokens/s | floor, ms | of the "
+    "floor | kernels a step | GPU idle"
     " (traced) | host, ms a step |"
 )
 EXPERTS_HEADER = (
-    "| model | context | batch | k | experts read of a layer: mean (least, most) | of the MTP layer in a forward | MB a step: routed experts"
+    "| model | context | batch | k | experts read of a layer: mean (least, most) | of the MTP layer in a forward | "
+    "MB a step: routed experts"
     " | rest of the trunk | head | drafts | state and keys |"
 )
-OVERLAP_HEADER = "| model | context | batch | k | overlap | ms a step, in turns | saved | turns won | us a step beside routed experts | of that most |"
+OVERLAP_HEADER = (
+    "| model | context | batch | k | overlap | ms a step, in turns | saved | turns won | us a step "
+    "beside routed experts | of that most |"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,10 +37,10 @@ class Report:
     bandwidth: Bandwidth
     results: list[Result]
     seconds: float = 0.0
-    """The whole run took."""
+    """Duration of the whole run."""
 
     def line(self, result: Result) -> str:
-        """A row of the table; a figure that is missing is a dash, and the note says why."""
+        """A row of the table; a missing figure is a dash, and the note gives the reason."""
         case, timing, traced = result.case, result.timing, result.traced
         head = _case_cells(result)
         if timing is None:
@@ -56,7 +64,8 @@ class Report:
     def markdown(self) -> str:
         copy, read = self.bandwidth.copy / 1e12, self.bandwidth.read / 1e12
         lines = [
-            f"`{self.command}` on {self.machine}; {self.seconds:.0f} s. Copy {copy:.2f} TB/s, read {read:.2f} TB/s, measured in this run.",
+            f"`{self.command}` on {self.machine}; {self.seconds:.0f} s. Copy {copy:.2f} TB/s, read {read:.2f} TB/s, "
+            f"measured in this run.",
             SYNTHETIC,
             *[f"Checked first: {check}." for check in self.checks],
             "",
@@ -67,13 +76,14 @@ class Report:
             *_table(OVERLAP_HEADER, [row for result in self.results for row in self._overlap(result)]),
             *self._layers(),
             "",
-            "Idle: the part of an untimed-by-the-profiler step in which, by the trace, no kernel runs; in brackets the same of the traced step, which"
+            "Idle: the part of an untimed-by-the-profiler step in which, by the trace, no kernel runs; in brackets "
+            "the same of the traced step, which"
             " tracing makes longer.",
         ]
         return "\n".join(lines)
 
     def _experts(self, result: Result) -> list[str]:
-        """Which experts the floor was counted with, and what of it they are."""
+        """The experts that the floor counts, and their share of it."""
         touched, parts = result.experts, result.floor_bytes
         if touched is None or parts is None:
             return []
@@ -103,7 +113,7 @@ class Report:
         return rows
 
     def _layers(self) -> list[str]:
-        """Of the first case that was traced with each choice of overlap."""
+        """The first case that was traced with each choice of overlap."""
         for result in self.results:
             traced = [turns for turns in result.overlap if turns.layer]
             if traced:

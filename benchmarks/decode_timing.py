@@ -1,4 +1,4 @@
-"""One case of the decode benchmark, measured: timed without a profiler, then, in another engine, traced."""
+"""Measurement of one case of the decode benchmark: timed without a profiler, then traced in another engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.step_bytes import StepBytes, step_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """How many steps each part of a measurement takes."""
+    """Number of steps of each part of a measurement."""
 
     warm_up: int = 12
     timed: int = 100
@@ -31,7 +31,7 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """Of an engine that is timed; one that is traced takes fewer."""
+        """For the timed engine; the traced one runs fewer."""
         return self.warm_up + self.timed + self.host + 1
 
 
@@ -40,21 +40,21 @@ class Timing:
     step_ms: float
     """Median time from one step's results to the next one's, by the host's clock, in the overlapped loop."""
     mean_step_ms: float
-    """The same, averaged: what throughput follows."""
+    """The mean of the same; determines throughput."""
     late_step_ms: float
-    """The same, ninth decile."""
+    """The 90th percentile of the same."""
     device_ms: float
     """Median time from the end of one step to that of the next, by the device's own events."""
     host_ms: float
-    """Median time in which the host plans, launches and reads a step when it waits for nothing."""
+    """Median time of the host to plan, launch and read a step without waiting for the device."""
     emitted: float
-    """Tokens a step and slot, as they came."""
+    """Emitted tokens per step and slot."""
     mean_context: float
     """Tokens in a slot's state, over the timed steps."""
     depths: dict[int, int]
     """Timed steps by number of drafts."""
     graphs: str
-    """What the engine captured."""
+    """Description of the captured graphs."""
     start_seconds: float
     """From building the engine to the end of its warm-up: captures, compilation."""
 
@@ -62,16 +62,16 @@ class Timing:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
     kernels: float
-    """Kernels, copies and fills a step."""
+    """Kernels, copies and fills per step."""
     busy_ms: float
-    """A step's time in which any of them ran."""
+    """Time per step in which any of them ran."""
     step_ms: float
-    """A step under the profiler."""
+    """Time of a step under the profiler."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """What is known of a case. `note` says why something isn't."""
+    """The results of a case. `note` gives the reason for missing ones."""
 
     case: Case
     timing: Timing | None = None
@@ -79,9 +79,9 @@ class Result:
     floor_bytes: StepBytes | None = None
     """None: the depth changes from step to step."""
     experts: TouchedExperts | None = None
-    """Of a model with experts."""
+    """For models with experts only."""
     overlap: list[Turns] = field(default_factory=list)
-    """Of each choice that was asked for; the first one is what the others are held against."""
+    """For each requested choice; the first one is the baseline."""
     note: str = ""
 
     def floor_ms(self, read_bandwidth: float) -> float | None:
@@ -89,8 +89,8 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At the average of the forced acceptance, so that its luck in these steps says nothing; at the depths that
-        were chosen, as it came."""
+        """With a fixed depth from the mean of the forced acceptance, which removes random variation; with the depth
+        policy as measured."""
         if self.timing is None:
             return None
         if self.case.depth == "auto":
@@ -99,8 +99,7 @@ class Result:
 
     @property
     def idle_share(self) -> float | None:
-        """Of an untraced step, the part in which nothing runs by the trace. Below 0 where tracing made kernels
-        longer."""
+        """Idle share of an untraced step, by the trace's busy time. Negative where tracing made kernels longer."""
         if self.timing is None or self.traced is None:
             return None
         return 1 - self.traced.busy_ms / self.timing.step_ms
@@ -148,7 +147,7 @@ def num_tokens(emitted: list[list[int]]) -> int:
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
-    """The end of all that was launched so far, as a point in the device's time; on a CPU it has come already."""
+    """An event at the end of all launched work; on a CPU it has already passed."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -167,7 +166,7 @@ def ms_between(before: float | torch.cuda.Event, after: float | torch.cuda.Event
 
 
 def host_ms(engine: RunningEngine, num_steps: int) -> float:
-    """What the loop takes when the results that it reads lie there already: the host's own work, launches included."""
+    """Time of the loop when the results are already available: the host's own work, including launches."""
     seconds = []
     for _ in range(num_steps):
         engine.settle()
@@ -178,7 +177,7 @@ def host_ms(engine: RunningEngine, num_steps: int) -> float:
 
 
 def trace_case(case: Case, model: PrefilledModel, device: torch.device, steps: Steps) -> trace.Timeline:
-    """Kernels of a few steps, of an engine built for it: the profiler must stand before a graph is captured."""
+    """Trace a few steps in a new engine: the profiler must be active before a graph is captured."""
     engine = RunningEngine(case, model, device, num_steps=steps.total)
     for _ in range(steps.warm_up):
         engine.step()
@@ -198,7 +197,7 @@ def floor_of(
     experts: TouchedExperts | None = None,
     fp8_drafts: bool = False,
 ) -> StepBytes | None:
-    """experts: of a model with a mixture, in steps of this case."""
+    """experts: counts in steps of this case, for a model with a mixture."""
     if case.depth == "auto":
         return None
     return step_bytes(

@@ -1,9 +1,7 @@
-"""How many different experts the layers of a mixture read in decode steps: measured on the engine's own steps, not
-assumed.
+"""Count the distinct experts that the layers of a mixture read in the engine's decode steps.
 
-The steps run eagerly, for a replayed graph passes by no Python; the windows, the drafts and so the experts are those of
-the timed engine, whose prompts and seeds they share. What a layer's tokens choose is computed once more beside it, by
-the reference.
+The steps run eagerly, because a graph runs no Python. They share prompts and seeds with the timed engine, so windows,
+drafts and experts are the same. The reference computes each layer's choice of experts a second time.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from benchmarks.running_engine import Case, RunningEngine
 from benchmarks.step_bytes import Experts
 
 WARM_UP_STEPS = 4
-"""Behind the step that every slot enters with."""
+"""Steps after the one in which every slot starts."""
 NUM_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Of counts of different experts."""
+    """Statistics of counts of distinct experts."""
 
     mean: float
     least: int
@@ -44,9 +42,9 @@ class Spread:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TouchedExperts:
     trunk: Spread
-    """Of each layer of the trunk in each step."""
+    """Over all layers of the trunk and all steps."""
     draft: Spread | None
-    """Of the MTP layer in each of its forwards; None: there were none."""
+    """Over all forward passes of the MTP layer; None: there were none."""
 
     @property
     def means(self) -> Experts:
@@ -54,12 +52,12 @@ class TouchedExperts:
 
 
 class CountingMixture(MixtureOfExperts):
-    """The same mixture, which also counts the different experts that the tokens of each call chose."""
+    """A mixture that also counts the distinct experts of each call."""
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
         self._ops, self.weights = mixture._ops, mixture.weights
         self.counts: list[Tensor] = []
-        """int64 scalars on the device: nothing waits for them."""
+        """int64 scalars on the device, so that counting doesn't synchronize."""
 
     def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
         self.counts.append(count_chosen(x_NH, norm, self.weights))
@@ -67,7 +65,7 @@ class CountingMixture(MixtureOfExperts):
 
 
 def count_chosen(x_NH: Tensor, norm: kernels.Norm, weights: kernels.MixtureWeights) -> Tensor:
-    """Different experts that these tokens visit: an int64 scalar."""
+    """Number of distinct experts that these tokens visit: an int64 scalar."""
     scores_NX = linear(reference.rms_norm(x_NH, norm), weights.router_XH)
     _, expert_ids_NJ = kernels.route_top_k(scores_NX, weights.top_k, weights.normalize)
     is_chosen_X = torch.zeros(scores_NX.shape[1], dtype=torch.int64, device=x_NH.device)
@@ -76,7 +74,7 @@ def count_chosen(x_NH: Tensor, norm: kernels.Norm, weights: kernels.MixtureWeigh
 
 @contextmanager
 def counting(layers: Sequence[DecoderLayer]) -> Iterator[list[CountingMixture]]:
-    """Inside it these layers' mixtures count."""
+    """Within the context, these layers' mixtures count."""
     mixtures = [layer.ffn for layer in layers]
     counters = [CountingMixture(mixture) for mixture in mixtures if isinstance(mixture, MixtureOfExperts)]
     assert len(counters) == len(layers), "a layer without a mixture has no experts to count"
@@ -92,7 +90,7 @@ def counting(layers: Sequence[DecoderLayer]) -> Iterator[list[CountingMixture]]:
 def touched_experts(
     case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int = NUM_STEPS
 ) -> TouchedExperts:
-    """Of a case's first steps. The model has a mixture in every layer; its pools are released."""
+    """Count experts in a case's first steps. The model has a mixture in every layer; its pools are released."""
     engine = RunningEngine(case, model, device, num_steps=WARM_UP_STEPS + num_steps + 1, graphs=False)
     for _ in range(WARM_UP_STEPS):
         engine.step()

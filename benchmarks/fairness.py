@@ -1,13 +1,13 @@
-"""How long first tokens wait beside equal sharing, by dry runs on measured costs: `python -m benchmarks.fairness
-FILE... --costs 4b --lanes 8 32`.
+"""Waiting times of first tokens compared with equal sharing, by dry runs on measured costs: `python -m
+benchmarks.fairness FILE... --costs 4b --lanes 8 32`.
 
-A request's F is its first token's time if all flows that are present shared the device's seconds equally: at any moment
-with n owners present, each gets 1/n, shared equally by its flows. A flow is a session; an owner's requests without one
-are one flow. Arrivals are those of the run, so is each request's work: the device seconds that the run spent on it, of
-passes by its part of what they cost, of decode steps by slot. What a flow asked for earlier comes first. B is the
-largest pass of the run and the longest turn, from its admission to its end.
+A request's F is the time of its first token if all present flows shared the device's time equally: with n owners
+present, each gets 1/n, divided equally among its flows. A flow is a session; an owner's requests without a session are
+one flow. Arrivals and each request's work are those of the run. The work is the device seconds that the run spent on
+the request: its part of the cost of passes, and its slot's part of decode steps. Within a flow, earlier requests come
+first. B is the largest pass of the run plus the longest turn, from its admission to its end.
 
-Memory is given as sessions: n stands for what the n largest working sets of the file take at their ends.
+Memory is given as a number of sessions: n means the memory of the n largest final working sets of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.policy import HOLD_SECONDS, RecordedFile, read
 from benchmarks.timed_copies import TimedCopies, host_memory
 
 HOST_BYTES_PER_SECOND = 25e9
-"""Each way, beside the steps: half of what PCIe 5 promises."""
+"""Transfer rate in each direction, in parallel to steps: half of PCIe 5's nominal rate."""
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class Served:
     """Device seconds that one request got."""
 
     first: float = 0.0
-    """Up to its first token."""
+    """Until its first token."""
     rest: float = 0.0
     began: float | None = None
-    """When its first piece was launched."""
+    """Time of the launch of its first piece."""
     has_joined: bool = False
 
     def add(self, seconds: float) -> None:
@@ -54,7 +54,7 @@ class Served:
 
 
 class ServiceLog:
-    """An executor around one whose steps are timed: notes what each request got of every step."""
+    """An executor that wraps a timed one and records each request's share of every step."""
 
     def __init__(self, executor: Executor, costs: ModelCosts, clock: VirtualClock) -> None:
         self._executor = executor
@@ -91,13 +91,13 @@ class ServiceLog:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, as equal sharing sees it."""
+    """One request in the model of equal sharing."""
 
     at: float
     flow: tuple[str, str]
     """Owner, and session."""
     first: float
-    """Device seconds up to its first token."""
+    """Device seconds until its first token."""
     rest: float
 
 
@@ -120,7 +120,7 @@ def _drain(
     now: float,
     until: float,
 ) -> float:
-    """Serve from `now` on, for as long as there is anything; the time at which that ends, `until` at the latest."""
+    """Serve from `now` until no work is left, or until `until`; return that time."""
     while queues and now < until:
         flows_of: dict[str, int] = {}
         for owner, _ in queues:
@@ -144,7 +144,7 @@ def _drain(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     hit_share: float
     wall: float
@@ -191,8 +191,8 @@ def run(
     fair_cost: float = FAIR_COST,
     host_gib: float = 0.0,
 ) -> Outcome:
-    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`. host_gib:
-    of a host tier; 0: none."""
+    """num_fitting: number of sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`.
+    host_gib: size of the host tier; 0: none."""
     gib = None
     if num_fitting is not None:
         gib = (
@@ -241,7 +241,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, help="the first so many of each file")
     options = parser.parse_args()
     print(
-        "| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) | B, s | hit share | wall, s |"
+        "| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) "
+        "| B, s | hit share | wall, s |"
     )
     print("|---" * 10 + "|", flush=True)
     for path in options.files:
@@ -255,8 +256,10 @@ def main() -> None:
                         sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost, host_gib=options.host
                     )
                     print(
-                        f"| {path.name.split('.')[0]} | {name} | {lanes} | {fitting or 'all'} | {found.num_late} of {found.num_requests} | "
-                        f"{found.longest_wait:.1f} | {found.excess:.2f} | {found.chunk:.2f} + {found.quantum:.1f} | {found.hit_share:.2%} | "
+                        f"| {path.name.split('.')[0]} | {name} | {lanes} | {fitting or 'all'} | {found.num_late} of "
+                        f"{found.num_requests} | "
+                        f"{found.longest_wait:.1f} | {found.excess:.2f} | {found.chunk:.2f} + {found.quantum:.1f} | "
+                        f"{found.hit_share:.2%} | "
                         f"{found.wall:.1f} |",
                         flush=True,
                     )

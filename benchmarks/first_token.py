@@ -1,12 +1,12 @@
-"""How long a client waits for the first token of a prompt, without a model: `python -m benchmarks.first_token`.
+"""Time to the first token of a prompt without a model: `python -m benchmarks.first_token`.
 
-The server is that of benchmarks/server.py, over a socket, with an engine in a process of its own that answers at once:
-what is left is the way of the prompt from the client to the engine, and of the first token back. Three prompts: a short
-one; 24,000 token ids over /v1/completions; and a turn of an agent's session over chat, with some 100 KB of messages of
-which 4 KB are new. The session is really held, turn by turn: thinking and calls come from the engine, by forced output,
-and the client sends them back with their results.
+The server is that of benchmarks/server.py, over a socket, with an engine in its own process that answers at once. So
+the time is that of the prompt's path from the client to the engine and of the first token's path back. There are three
+prompts: a short one; 24,000 token ids over /v1/completions; and a turn of an agent's chat session, with some 100 KB of
+messages of which 4 KB are new. The session runs turn by turn: the engine sends thinking and calls as forced output, and
+the client sends them back with their results.
 
-Before anything is timed, a whole session is held to the template and the tokenizer alone: the same ids.
+Before the measurement, the ids of a whole session are compared with those of the template and the tokenizer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from benchmarks.server import FLOOR, PATH, TEXT_IN_PROCESS, TOOLS, Connection, p
 
 COMPLETIONS = "/v1/completions"
 MESSAGE_BYTES = 100_000
-"""Of a session's messages, as JSON, at least; then it is timed."""
+"""Minimum size of a session's messages as JSON; timing starts there."""
 NEW_BYTES = 4_000
 TIMED_TURNS = 3
-"""Of each session, one after the other."""
+"""Timed turns of each session, in sequence."""
 NUM_IDS = 24_000
 WAYS = {"": PATH, ", text in the server's process": TEXT_IN_PROCESS + PATH}
-"""As `serve` has it, and without the process that renders and tokenises."""
+"""As in `serve`, and without the text process."""
 
 _TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(agentspec.__path__[0]).rglob("*.py"))).replace(
     "<", "("
 )
-"""What the agent reads: this package. Without tags, which would end its thinking."""
+"""Text that the agent reads: the sources of this package, without tags, which would end its thinking."""
 
 
 def source_text(rng: random.Random, size: int) -> str:
@@ -54,7 +54,7 @@ def source_text(rng: random.Random, size: int) -> str:
 
 
 class TimedConnection(Connection):
-    """Notes when the first frame of an answer is there."""
+    """Records the time of an answer's first frame."""
 
     first_ns = 0
 
@@ -72,7 +72,7 @@ class TimedConnection(Connection):
 
 
 class Session:
-    """An agent's session: what its client holds, and the next request."""
+    """An agent's session: the client's messages, and the next request."""
 
     def __init__(self, seed: int, tokenizer: Tokenizer) -> None:
         self._random = random.Random(seed)
@@ -96,7 +96,7 @@ class Session:
         return request_bytes(path, body)
 
     def take(self, answer: bytes) -> None:
-        """Add what the client was sent, and the result of its call."""
+        """Add the answer and the result of its call."""
         chunks = [
             json.loads(frame.removeprefix("data: "))
             for frame in answer.decode().split("\n\n")
@@ -142,7 +142,8 @@ async def held(connection: TimedConnection, session: Session, path: str) -> list
 
 
 async def check(connection: TimedConnection, tokenizer: Tokenizer, path: str = PATH) -> int:
-    """Every prompt of a session is what the template writes, encoded as a whole. Returns the last one's tokens."""
+    """Check that every prompt of a session equals the template's output, encoded as a whole. Return the last one's
+    tokens."""
     template = ChatTemplate.from_directory(bundled.DIRECTORY)
     assert template is not None
     session = Session(0, tokenizer)
@@ -186,10 +187,13 @@ async def measured(port: int, num_sessions: int) -> dict[str, list[float]]:
     found[f"{NUM_IDS:,} ids, completions"] = await repeated(connection, ids_request, times)
     turns: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for seed in range(1, num_sessions + 1):
-        for way, path in WAYS.items():  # by turns, so that what else the machine does falls on all
+        for way, path in WAYS.items():  # alternately, so that other load on the machine affects all equally
             turns[way] += await held(connection, Session(seed, tokenizer), path)
     for way, timed in turns.items():
-        chat = f"{MESSAGE_BYTES // 1000} KB of messages ({num_tokens:,} tokens), {NEW_BYTES // 1000} KB of them new, chat{way}"
+        chat = (
+            f"{MESSAGE_BYTES // 1000} KB of messages ({num_tokens:,} tokens), {NEW_BYTES // 1000} KB of them "
+            f"new, chat{way}"
+        )
         found[chat] = [took for took, _ in timed]
     found["the same bytes, to an app that only reads them"] = [floor for _, floor in turns[""]]
     connection.transport.close()
@@ -214,7 +218,8 @@ def main() -> None:
     print("| ms to the first token | least | median | p90 |\n|---|---|---|---|")
     for name, times in found.items():
         print(
-            f"| {name} | {min(times):.2f} | {statistics.median(times):.2f} | {statistics.quantiles(times, n=10)[-1]:.2f} |"
+            f"| {name} | {min(times):.2f} | {statistics.median(times):.2f} | "
+            f"{statistics.quantiles(times, n=10)[-1]:.2f} |"
         )
 
 

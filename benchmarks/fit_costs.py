@@ -1,10 +1,10 @@
-"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, files of `python
--m benchmarks.step_costs`.
+"""Fit the constants of dry runs to samples of steps: `python -m benchmarks.fit_costs SAMPLES...`, files of `python -m
+benchmarks.step_costs`.
 
-Writes agentspec/simulate/model_costs.json: models that are in SAMPLES are replaced. The time of a pair of tokens is the
-median over the passes with a context of what the context adds; that of a token of context in a decode step likewise.
-The tables are what remains of the samples without them, so a pass or a step that was measured comes out as it was.
-Prints how far each sample is from the fit.
+Writes agentspec/simulate/model_costs.json and replaces the models of SAMPLES. The time of a pair of tokens is the
+median of what the context adds to a pass; that of a token of context in a decode step likewise. The tables hold the
+remaining time of each sample, so the fit reproduces each measured pass and step. Prints samples that are far from the
+fit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def num_pairs(chunks: Chunks) -> float:
 
 
 def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
-    """The entry of one model in model_costs.json. known: the one that is there; what a ride saves (`python -m
-    benchmarks.ride`) is kept of it."""
+    """The entry of one model in model_costs.json. known: the present entry; its savings of rides (`python -m
+    benchmarks.ride`) are kept."""
     fresh = {sample["chunks"][0][1]: sample for sample in measured["passes"] if sample["chunks"][0][0] == 0}
     added = []
     for sample in measured["passes"]:
         (start, count), *others = sample["chunks"]
         if start and not others:
-            # Large passes weigh more: there the difference is well above what two measurements differ by.
+            # Large passes have more weight: their difference is well above the measurement error.
             pairs = num_pairs(sample["chunks"]) - num_pairs(fresh[count]["chunks"])
             added.append(((sample["prefill_seconds"] - fresh[count]["prefill_seconds"]) / pairs, pairs))
     pair_seconds = weighted_median(added)
@@ -81,7 +81,7 @@ def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) ->
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Of (value, weight): half of the weight lies on either side."""
+    """The weighted median of (value, weight) pairs."""
     half, reached = sum(weight for _, weight in values) / 2, 0.0
     for value, weight in sorted(values):
         reached += weight
@@ -91,7 +91,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def deviations(measured: dict[str, Any], entry: dict[str, Any]) -> list[str]:
-    """A line for each sample that the fit misses by more than 5 %."""
+    """One line for each sample that differs from the fit by more than 5 %."""
     tables = {name: tuple(map(tuple, entry[name])) for name in ("passes", "steps")}
     costs = ModelCosts(**{**entry, **tables, "chunk_sizes": tuple(entry["chunk_sizes"])})
     lines = []
@@ -126,7 +126,8 @@ def main() -> int:
             entry = fit(measured, known.get(measured["model"].lower(), {}), options.turn_ms / 1e3)
             known[entry["name"]] = entry
             print(
-                f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, {len(measured['steps'])} steps"
+                f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, "
+                f"{len(measured['steps'])} steps"
             )
             print("\n".join(deviations(measured, entry)) or "  all within 5 %")
     lines = [json.dumps(entry) for entry in known.values()]

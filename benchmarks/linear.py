@@ -1,14 +1,13 @@
-"""How fast the linear layers of a decode step are, and which plan is best for each: `python -m benchmarks.linear` on a
-CUDA device.
+"""Tune the linear layers of a decode step: `python -m benchmarks.linear` on a CUDA device.
 
-For every layer shape of the published models and several token counts: our kernels under many plans, and torch's
-product (with separate kernels for what ours fuse; block-scaled weights have no other product that rounds nothing). Each
-is timed as the step runs it: a CUDA graph of many launches one behind the other, over weights that together exceed the
-L2. All plans are compiled and checked against float64 first, in parallel processes; the winners are checked again at
-their real shapes.
+For every layer shape of the published models and several token counts, it measures our kernels under many plans, and
+torch's matmul with separate kernels for the fused parts (torch has no matmul of block-scaled weights without rounding).
+Each is timed as in a step: a CUDA graph of many launches in sequence, over weights that together exceed the L2. All
+plans are compiled and checked against float64 first, in parallel processes; the best ones are checked again at their
+real shapes.
 
-Writes $OUT/linear_plans.json, which is the package's own file of that name with what was measured now in place, and
-$OUT/linear.md (every cell with its best plan and the runners-up); prints what the chosen plans take.
+Writes $OUT/linear_plans.json, the package's file of that name with the new measurements, and $OUT/linear.md (every cell
+with its best plan and the runners-up). Prints the times of the chosen plans.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ ROTATED_BYTES = 256 << 20
 GRAPH_SECONDS = 1e-3
 NUM_REPLAYS = 5
 TOLERANCE = 6e-3
-"""Of the norm of the difference over the norm: what operands and results in bf16 leave."""
+"""Maximum relative difference by norms, for operands and results in bf16."""
 TOKENS = (4, 1, 16, 32, 8, 64, 128, 2)
 MOST_SHARED_TOKENS, NUM_SHARED = 16, 3
-"""Of each count up to that many tokens, so many best plans are measured at all of those counts, which had best share
-one."""
+"""(token count, number of plans): up to that count, the best plans of each count are measured at all of these counts,
+because one plan for all is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,9 @@ class Operands:
         def weight() -> Weight:
             if not shape.fp8:
                 return Plain(randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5))
-            # Any code but NaN's, of either sign: as many small values as large ones. Their root mean square is about
-            # 120.
+            # Any code except NaN, of either sign: small and large values are equally frequent. Their root mean square
+            # is
+            # about 120.
             size = (shape.num_outputs, shape.depth)
             values = torch.randint(0, 0x7F, size, generator=generator, device="cuda", dtype=torch.uint8)
             values |= torch.randint(0, 2, size, generator=generator, device="cuda", dtype=torch.uint8) << 7
@@ -94,7 +94,7 @@ class Operands:
 
 
 def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Tensor:
-    """One layer, by our kernel under the plan or by torch."""
+    """Run one layer with our kernel under the plan, or with torch."""
     x, norm, residual = operands.x, operands.norm, operands.residual
     num_real = min(NUM_REAL, weight.shape[0])
     if plan is not None:
@@ -130,7 +130,7 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
 
 
 def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: torch.dtype) -> str:
-    """What is wrong with a result; nothing if it is right. The formula in float64 or, for large weights, float32."""
+    """The fault of a result, or an empty text. The reference uses float64 or, for large weights, float32."""
     x = operands.x.to(dtype)
     if kind.startswith("norm"):
         x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + operands.norm.weight.to(dtype))
@@ -164,7 +164,7 @@ def form_of(shape: Shape) -> Form:
 
 
 def prepare(form: Form, plan: Plan) -> str:
-    """In a worker: compile one candidate, run it twice on a small problem with ragged edges. Returns what is wrong."""
+    """In a worker: compile one candidate and run it twice on a small problem with ragged edges. Return its fault."""
     kind, fp8, has_extra = form
     # Gate and up rows of a block-scaled weight have tiles of their own, as at real shapes.
     num_outputs = 4 * plan.block_o if fp8 and kind == "norm_swiglu" else 2 * plan.block_o + 32
@@ -175,14 +175,14 @@ def prepare(form: Form, plan: Plan) -> str:
             (weight,) = operands.weights
             stale = run(kind, plan, operands, weight)
             once = stale.clone()
-            # The second run gets the memory of the first one: what it leaves out shows.
+            # The second run reuses the memory of the first one, so that values that it doesn't write are detected.
             stale.fill_(torch.nan if stale.is_floating_point() else -1)
             del stale
             if not torch.equal(once, run(kind, plan, operands, weight)):
                 return "two runs differ"
             if wrong := fault(kind, once, operands, weight, torch.float64):
                 return wrong
-    except Exception as error:  # any failure of a candidate only takes that candidate out
+    except Exception as error:  # a failing candidate is only dropped
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
@@ -200,7 +200,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 
 def compiled(plan: Plan) -> Plan:
-    """The plan, less what is only an argument: plans that share this share their code."""
+    """The plan without its run-time arguments: plans with the same key share compiled code."""
     return replace(plan, ahead=2, release=2)
 
 
@@ -220,7 +220,7 @@ SPLITS: dict[Kind, tuple[int, ...]] = {"add_linear": (1, 2, 3, 4, 6, 8), "linear
 
 
 def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
-    """Tilings worth a try: enough programs, and enough bytes on the way."""
+    """Candidate tilings: enough programs, and enough bytes in flight."""
     block_ms = (
         (8, 16)
         if num_tokens <= 8
@@ -402,7 +402,7 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
 
 
 def seconds_a_launch(launch: Callable[[int], Tensor], expected: float) -> float:
-    """Median over replays of a graph of many launches one behind the other; `launch` gets a running number."""
+    """Median time over replays of a graph of many launches in sequence; `launch` gets their index."""
     count = max(12, min(200, int(GRAPH_SECONDS / expected)))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -475,7 +475,7 @@ class Tuner:
 
 
 def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, float, int]:
-    """(ours, torch's, bytes): seconds of one recurrent layer's four products in a row, by the chosen plans, over
+    """(ours, torch's, bytes): seconds of one recurrent layer's four matmuls in sequence with the chosen plans, over
     rotating layers."""
     names = ("delta in", "delta out", "ffn in", "ffn out")
     shapes = [model.shapes()[name] for name in names]
@@ -497,8 +497,8 @@ def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, flo
 
 
 def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
-    """Every cell's candidates, then variants of the best ones, then what is good at one small token count at the
-    others."""
+    """Measure every cell's candidates, then variants of the best ones, then the best plans of each small token count at
+    the other ones."""
 
     def measure_all(wanted: dict[tuple[Shape, int], list[Plan]]) -> None:
         tuner.prepare((form_of(shape), plan) for (shape, _), plans in wanted.items() for plan in plans)
@@ -568,7 +568,8 @@ def main() -> None:
                 mine, torchs, num_bytes = layer_times(tuner, MODELS[name], tokens)
                 share = num_bytes / tuner.bandwidth / mine
                 print(
-                    f"{name} recurrent layer, {tokens} tokens: {mine * 1e6:.1f} us, {share:.0%} of read; torch {torchs * 1e6:.1f} us"
+                    f"{name} recurrent layer, {tokens} tokens: {mine * 1e6:.1f} us, {share:.0%} of read; torch "
+                    f"{torchs * 1e6:.1f} us"
                 )
     print(f"done after {time.monotonic() - began:.0f} s")
 

@@ -1,6 +1,6 @@
-"""What `benchmarks.linear` measured: its tables, and the plans that follow from it.
+"""Results of `benchmarks.linear`: its tables, and the choice of plans.
 
-Times come in as plain numbers; knows nothing of how they are measured. Needs no GPU.
+Times are plain numbers here; the measurement is elsewhere. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from agentspec.kernels.weights import SCALE_BLOCK
 
 DRAFT_VOCABULARY, VOCABULARY, NUM_REAL = 32768, 248320, 248077
 CLOSE, AS_GOOD = 1.02, 1.01
-"""Times of the best's: what one plan for several token counts may cost, and what a simpler plan may."""
+"""Maximum times relative to the best: for one plan for several token counts, and for a simpler plan."""
 GROUPINGS = (((1, 2, 4, 8, 16),), ((1, 2, 4, 8), (16,)), ((1, 2, 4), (8, 16)), ((1, 2, 4), (8,), (16,)))
-"""Small token counts that share a plan, and so an order of summation; the first grouping is taken that costs little. A
-stream's 1 token without drafts and 4 with them are never apart."""
+"""Groups of small token counts that share a plan, and so an accumulation order; the first grouping with little extra
+cost is chosen. A stream's 1 token without drafts and 4 with drafts are always in one group."""
 ALONE = ((32,), (64,), (128,))
 
 Times = Mapping[Plan | None, float]
@@ -33,7 +33,7 @@ class Shape:
     fp8: bool = False
     """Block-scaled weights."""
     num_extra: int = 0
-    """Rows of 16 bits whose outputs stand behind the others."""
+    """16-bit rows whose outputs come after the others."""
 
     @property
     def element_bytes(self) -> int:
@@ -47,12 +47,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model its linear layers depend on. Heads: query, key/value, recurrent value; recurrent keys have 16
-    heads of 128."""
+    """The sizes of a model that determine its linear layers. Heads: query, key/value, recurrent value; recurrent keys
+    have 16 heads of 128."""
 
     hidden: int
     ffn: int
-    """Of a mixture of experts: the shared expert's width."""
+    """Width of the shared expert of a mixture."""
     heads: tuple[int, int, int]
     fp8: bool = False
     mixture: bool = False
@@ -86,12 +86,12 @@ MODELS = {
     "27B-FP8": Model(5120, 17408, (24, 4, 48), fp8=True),
     "35B-A3B-FP8": Model(2048, 512, (16, 2, 32), fp8=True, mixture=True),
 }
-"""Of FP8 models the layers whose weights are block-scaled; the others are those of the same model in 16 bits."""
+"""Layers of FP8 models with block-scaled weights; the others equal those of the same model in 16 bits."""
 
 
 @dataclass(slots=True)
 class Cell:
-    """One shape at one token count, and what was measured."""
+    """One shape at one token count, and its measurements."""
 
     shape: Shape
     num_tokens: int
@@ -159,7 +159,7 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
 
 
 def plan_file(device: str, cells: Cells, recorded: str) -> str:
-    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default. Shapes without a
+    """The text of `linear_plans.json`: one line per shape, with the non-default fields of each plan. Shapes without a
     measurement keep their line of the recorded text."""
     layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
     for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
@@ -203,7 +203,8 @@ def cell_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterato
         torch_us = f"{cell.seconds[None] * 1e6:.2f}" if None in cell.seconds else ""
         yield (
             f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | {cell.num_tokens} | {best * 1e6:.2f} | "
-            f"{shape.weight_bytes / bandwidth / best:.0%} | {torch_us} | {describe(cell.best)} | {runners_up} | {plain} |"
+            f"{shape.weight_bytes / bandwidth / best:.0%} | {torch_us} | {describe(cell.best)} | {runners_up} | "
+            f"{plain} |"
         )
 
 

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, to measure what stands around one. Knows neither HTTP nor processes, and imports no
+"""An engine that computes nothing, to measure the server around it. Has no HTTP and no processes, and imports no
 torch."""
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ MODEL = "no-op"
 
 
 class Ticker:
-    """The pace of an engine: a thread, as AsyncEngine has one for its steps, hands all streams of a batch their tokens
-    at the same moment."""
+    """The pace of an engine: a thread, like AsyncEngine's, sends tokens to all streams of a batch at the same time."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[int]] = []
@@ -31,14 +30,14 @@ class Ticker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Called on the event loop that the streams run on."""
+        """Must be called on the streams' event loop."""
         self._thread = threading.Thread(
             target=self._run, args=(asyncio.get_running_loop(),), name="no-op-engine", daemon=True
         )
         self._thread.start()
 
     async def step(self) -> int:
-        """Waits for the next step; when its tokens were there, in nanoseconds of the monotonic clock."""
+        """Wait for the next step; return the time of its tokens in nanoseconds of the monotonic clock."""
         self._waiting.append(asyncio.get_running_loop().create_future())
         return await self._waiting[-1]
 
@@ -63,8 +62,8 @@ def _hand_out(batch: list[asyncio.Future[int]], now: int) -> None:
 
 
 class NoOpEngine:
-    """An engine client whose answers are ready. A seed of 1 asks for the pace of an engine, and for the time of each
-    step as its text; forced output comes in one step."""
+    """An engine client with prepared answers. Seed 1: steps come at the pace of an engine, and each text is the time of
+    its step. Forced output comes in one step."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ticker = Ticker()
@@ -87,7 +86,7 @@ class NoOpEngine:
         """It runs."""
 
     async def beat(self) -> None:
-        """It has no loop of its own that could hang."""
+        """Always true: there is no loop that could hang."""
 
     async def ended(self) -> str | None:
         await self.ticker.ended()

@@ -1,7 +1,6 @@
-"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine.process is
-for the real one.
+"""The no-op engine in its own process: `python -m benchmarks.no_op_process FD`, in place of agentspec.engine.process.
 
-All between the engine and its server is what `serve` has: RemoteEngine starts this module in the place of the other.
+The link between engine and server is that of `serve`: RemoteEngine starts this module instead of the real one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from benchmarks.no_op_engine import NoOpEngine
 
 
 def load(config: EngineConfig, progress: Progress) -> tuple[NoOpEngine, EngineSetup]:
-    """An engine that holds no memory, whatever the config."""
+    """An engine without memory, for any config."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     nothing = EngineSetup(

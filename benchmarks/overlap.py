@@ -1,9 +1,8 @@
-"""Where a mixture's shared expert runs: beside the routed ones against behind them, in the same minutes, and by a
-trace.
+"""Compare placements of a mixture's shared expert: parallel to the routed experts or after them; timed and traced.
 
-Engines over the same weights, which differ in nothing else, take turns of a few steps each, so that clocks and heat are
-the same for all. The trace tells how long kernels of the routed experts ran while others did. With programmatic
-dependent launch neighbours on one stream overlap a little too: what counts is the difference.
+Engines over the same weights that differ only in the placement run a few steps alternately, so that clocks and heat are
+the same for all. The trace shows how long other kernels ran in parallel to those of the routed experts. With
+programmatic dependent launch, neighbours on one stream also overlap a little, so only the difference counts.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from benchmarks.running_engine import Case, RunningEngine, let_go
 
 MIXTURE_MODULE = "agentspec.kernels.triton.mixture"
 PLACEMENTS = {"off": "behind", "on": "beside", "among": "among"}
-"""Choices of --overlap, in the words of that module: on the same stream, on a second one, or in the same launches as
-one more routed expert."""
+"""Choices of --overlap and the module's names for them: on the same stream, on a second one, or in the same launches
+as one more routed expert."""
 ROUTED_KERNELS = ("_gate_up_kernel", "_down_kernel")
-"""Those that read routed experts, in their order."""
+"""Kernels that read routed experts, in their order."""
 
 ROUNDS = 8
 STEPS_A_TURN = 16
 LEAD_STEPS = 3
-"""At the beginning of a turn, not measured: the loop fills again."""
+"""Unmeasured steps at the beginning of a turn, in which the pipeline fills."""
 KERNELS_BEFORE = 5
-"""Shown of a layer ahead of its first routed experts."""
+"""Kernels shown before a layer's first routed experts."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Turns:
-    """What was measured of one choice."""
+    """Measurements of one choice."""
 
     choice: str
     turns_ms: list[float] = field(default_factory=list)
-    """A step's median in each turn, by the host's clock."""
+    """Median step time of each turn, by the host's clock."""
     beside_us: dict[str, float] = field(default_factory=dict)
-    """Microseconds a traced step in which each kernel ran beside the routed experts', most first."""
+    """Microseconds per traced step in which each kernel overlapped the routed experts', in descending order."""
     layer: list[trace.Kernel] = field(default_factory=list)
     """Kernels of one layer in the middle of a traced step; empty until it is traced."""
 
@@ -55,18 +54,20 @@ class Turns:
         return statistics.median(self.turns_ms)
 
     def saved(self, baseline: Turns) -> float:
-        """Share of the other choice's step that this one doesn't take."""
+        """Saved share of the other choice's step time."""
         return 1 - self.step_ms / baseline.step_ms
 
     def num_won(self, baseline: Turns) -> int:
-        """Rounds in which this one was faster than the other."""
+        """Number of rounds in which this one was faster than the other."""
         return sum(ours < theirs for ours, theirs in zip(self.turns_ms, baseline.turns_ms, strict=True))
 
 
 @contextmanager
 def overlapped(choice: str) -> Iterator[None]:
-    """What is launched or captured inside runs the shared expert where PLACEMENTS says."""
-    module: Any = importlib.import_module(MIXTURE_MODULE)  # imports Triton, which machines without a GPU may not have
+    """Within the context, steps are launched or captured with the given placement of the shared expert."""
+    module: Any = importlib.import_module(
+        MIXTURE_MODULE
+    )  # imports Triton, which may be missing on machines without a GPU
     before, module.forced_placement = module.forced_placement, PLACEMENTS[choice]
     try:
         yield
@@ -75,7 +76,7 @@ def overlapped(choice: str) -> Iterator[None]:
 
 
 def time_overlap(case: Case, model: PrefilledModel, device: torch.device, choices: Sequence[str]) -> list[Turns]:
-    """The pools of all engines stand beside each other; they are gone afterwards."""
+    """Measure all choices. The pools of all engines exist at the same time, and are freed afterwards."""
     models = [model, *(model.sibling() for _ in choices[1:])]
     found = [Turns(choice=choice) for choice in choices]
     engines = []
@@ -102,14 +103,14 @@ def _turn_ms(engine: RunningEngine) -> float:
 
 
 def read_trace(turns: Turns, timeline: trace.Timeline) -> None:
-    """Note what the trace of an engine with this choice shows."""
+    """Record the trace of an engine with this choice."""
     turns.beside_us = trace.beside(timeline, lambda name: name in ROUTED_KERNELS)
     turns.layer = one_layer(timeline)
 
 
 def one_layer(timeline: trace.Timeline) -> list[trace.Kernel]:
-    """Of the last step, from a little ahead of the first routed experts of a layer in its middle to those of the
-    next."""
+    """Kernels of a middle layer of the last step: from shortly before its first routed experts to those of the next
+    layer."""
     kernels = timeline.last_step()
     starts = [place for place, kernel in enumerate(kernels) if kernel.name == ROUTED_KERNELS[0]]
     if len(starts) < 2:

@@ -1,13 +1,13 @@
-"""The prefill policy against fixed budgets, by dry runs on measured costs: `python -m benchmarks.policy FILE... --costs
-4b --lanes 16 32`.
+"""Compare the prefill policy with fixed budgets, by dry runs on measured costs: `python -m benchmarks.policy FILE...
+--costs 4b --lanes 16 32`.
 
-Each cell of the table: mean turn and wall of `--max-gap` over the least that any fixed budget has of them, and the
-longest gap in ms with that of the budget whose mean turn is least. Histories are the recorded ones, memory has no
-bound, and every lane has a slot. `--storm N` adds N first prompts of 2,000 tokens that come at once, with answers of
-300: the last first token and the mean turn, beside all prompts' passes one after the other.
+Each cell of the table shows the mean turn and the wall time of `--max-gap` relative to the best fixed budget, and the
+longest gap in ms beside that of the budget with the shortest mean turn. Histories are recorded, memory is unbounded,
+and every lane has a slot. `--storm N` adds N first prompts of 2,000 tokens that arrive at once, with answers of 300
+tokens: the last first token and the mean turn, beside the time of all prompts' passes in sequence.
 
-Takes minutes, for a budget is a run of its own. `--budgets` with none behind it leaves them out: seconds of mean turn
-and of wall, and the gap.
+Takes minutes, because each budget is a separate run. `--budgets` without values omits them: then the cells are seconds
+of the mean turn and of wall time, and the gap.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RecordedFile = Sequence[tuple[str, Sequence[RecordedTurn]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one run came to, in seconds."""
+    """The result of one run, in seconds."""
 
     mean_turn: float
     wall: float
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def read(path: Path, options: ReplayOptions) -> RecordedFile:
-    """A file's sessions, rendered once for all runs."""
+    """Render a file's sessions once for all runs."""
     renderer = TraceRenderer(
         find_encoder(bundled.checkpoint_of("tiny-agent")), options.template, token_runs=TokenRuns(0, *options.token_ids)
     )
@@ -69,7 +69,7 @@ def read(path: Path, options: ReplayOptions) -> RecordedFile:
 
 
 def storm(count: int) -> RecordedFile:
-    """Sessions of one turn that have nothing in common."""
+    """Sessions of one turn without a common prefix."""
     rng = random.Random(0)
 
     def words(length: int) -> array[int]:
@@ -92,7 +92,7 @@ def outcome(
     memory_gib: float | None = None,
     num_seeds: int = 1,
 ) -> Outcome:
-    """Times are means over the seeds of accepted drafts, the gap is the longest of all."""
+    """Run with several seeds of accepted drafts; times are means, the gap is the maximum."""
     outcomes = [_run(sessions, costs, lanes, budget, max_gap, memory_gib, seed) for seed in range(num_seeds)]
     return Outcome(
         mean_turn=statistics.fmean(one.mean_turn for one in outcomes),
@@ -138,14 +138,18 @@ def storm_row(count: int, costs: ModelCosts, budget: int | Literal["auto"], max_
     found = outcome(storm(count), costs, count, budget, max_gap=max_gap, num_seeds=num_seeds)
     back_to_back = count * costs.pass_seconds([(0, STORM_PROMPT)])
     return (
-        f"| {costs.name} | {budget} | {found.last_first_token:.3f}, {found.last_first_token / back_to_back:.3f} of {back_to_back:.3f} | "
+        f"| {costs.name} | {budget} | {found.last_first_token:.3f}, {found.last_first_token / back_to_back:.3f} of "
+        f"{back_to_back:.3f} | "
         f"{found.mean_turn:.3f} | {found.wall:.3f} | {found.longest_gap * 1e3:.0f} |"
     )
 
 
 def rows(options: argparse.Namespace) -> Iterator[str]:
     if options.storm:
-        yield f"| {options.storm} first prompts | budget | last first token, s | mean turn, s | wall, s | longest gap, ms |"
+        yield (
+            f"| {options.storm} first prompts | budget | last first token, s | mean turn, s | wall, s | longest "
+            f"gap, ms |"
+        )
         yield "|---" * 6 + "|"
     for name, budget in itertools.product(options.costs, ("auto", *options.budgets)) if options.storm else ():
         yield storm_row(options.storm, model_costs(name), budget, options.max_gap, options.seeds)

@@ -1,24 +1,22 @@
-"""How long a prompt waits for its first token, and how far that is from the least that arithmetic and memory allow:
-`python -m benchmarks.prefill`.
+"""Time to first token, and its ratio to the compute and memory floor: `python -m benchmarks.prefill`.
 
 The engine's own loop on models of published shapes, bfloat16, with prefix cache, CUDA graphs, overlap and three drafts
 a step. Parts:
 
-- zero: 8k and 32k tokens that nobody has sent before.
-- append: some hundred new tokens behind a long cached context, as an agent's turns bring them.
+- zero: 8k and 32k tokens without a cached prefix.
+- append: some hundred new tokens after a long cached context, as in an agent's turn.
 - fresh: a 2k prompt.
-- agentic: one session, 50k tokens at first, then twelve turns of 800 tokens in and 200 out, every prompt computed.
-- pace: eight streams decode while another session's 50k prompt comes in.
-- profile: kernel by kernel, where an append's time goes. Only when asked for.
-- peers: attention and recurrence alone, beside other libraries' kernels where those can be imported. Only when asked
-  for.
+- agentic: one session with a first prompt of 50k tokens, then twelve turns of 800 tokens in and 200 out, all computed.
+- pace: eight streams decode while another session's 50k prompt is computed.
+- profile: the time of each kernel of an append. Only on request.
+- peers: attention and recurrence alone, compared with kernels of other libraries that can be imported. Only on request.
 
-Synthetic, and said so in what is printed: weights are random, the cached contexts of lone prompts are random instead of
-computed, drafts are accepted at a forced rate. The floor is defined in benchmarks/prefill_floor.py, and counted with a
-matmul rate and a read bandwidth measured in the same run.
+Weights are random, the cached contexts of single prompts are random instead of computed, and drafts are accepted at a
+forced rate; the output says so. benchmarks/prefill_floor.py defines the floor, which uses a matmul rate and a read
+bandwidth measured in the same run.
 
-First of all come the checks: no figure without them. A case that doesn't fit or wasn't reached stays in the report,
-with the reason.
+Checks run first; without them there are no figures. A case that doesn't fit or wasn't reached stays in the report, with
+the reason.
 """
 
 from __future__ import annotations
@@ -61,14 +59,14 @@ CASES: dict[str, list[Case]] = {
     "pace": [PaceCase(context=50_048), PaceCase(context=2_048)],
 }
 FOR_ALL_MODELS: tuple[Case, ...] = (*CASES["zero"], LONG_APPEND)
-"""What the default run measures of every model; the rest of the 4B."""
+"""Parts that the default run measures of every model; the other parts of the 4B only."""
 
 WORKSPACE_BYTES = 3 * 2**30
 """Beside weights and pools: activations of the largest chunk, graphs, slots."""
 
 
 def chosen_cases(options: argparse.Namespace, model: str) -> list[Case]:
-    """What the flags ask for, for one model."""
+    """The selected cases for one model."""
     if options.prompts:
         return list(options.prompts)
     if options.parts:
@@ -77,12 +75,12 @@ def chosen_cases(options: argparse.Namespace, model: str) -> list[Case]:
 
 
 class Run:
-    """Measures one model after the other, within a time limit, and keeps the report up to date."""
+    """Measures models in sequence, within a time limit, and keeps the report up to date."""
 
     def __init__(
         self, report: Report, device: torch.device, *, repeats: int, deadline: float, save: Callable[[Report], None]
     ) -> None:
-        """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
+        """deadline: on time.perf_counter's clock; no case starts after it."""
         self._report = report
         self._device = device
         self._repeats = repeats
@@ -90,12 +88,12 @@ class Run:
         self._save = save
 
     def measure(self, name: str, cases: Sequence[Case]) -> None:
-        """Raises CheckFailedError when a prompt behind a cached prefix isn't what it should be."""
+        """Raises CheckFailedError when a prompt after a cached prefix gives a wrong result."""
         if time.perf_counter() > self._deadline:
             self._miss(name, cases, "the time was up")
             return
         config = CONFIGS[name]
-        let_go()  # what was there before
+        let_go()  # free the previous model's memory
         missing = missing_for_weights(config, self._device, fp8_drafts=True)
         if missing > 0:
             self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
@@ -119,7 +117,7 @@ class Run:
         self._report.checks.append(passed)
 
     def _measure_all(self, model: PrefilledModel, room: Room, cases: Sequence[Case]) -> None:
-        """On an engine of their own, which is gone afterwards."""
+        """Measure on a separate engine, which is freed afterwards."""
         name = model.spec.name
         missing = missing_bytes(room, model.spec, self._device)
         if missing > 0:
@@ -137,9 +135,7 @@ class Run:
                 entry.figures = self._figures(engine, case)
             except NoFigureError as error:
                 entry.note = str(error)
-            except (
-                torch.OutOfMemoryError
-            ) as error:  # in the middle of a launch: nothing more can be asked of this engine
+            except torch.OutOfMemoryError as error:  # out of memory during a launch: this engine is unusable now
                 self._miss(name, cases[number:], f"out of memory: {error}".partition("\n")[0])
                 break
             self._enter(entry)
@@ -165,7 +161,7 @@ class Run:
 
 
 def load(name: str, device: torch.device) -> PrefilledModel:
-    """Without pools, on a device that has let go of what was there before."""
+    """Make a model without pools, after freeing the previous one."""
     gc.collect()
     model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
     let_go(model)
@@ -173,8 +169,7 @@ def load(name: str, device: torch.device) -> PrefilledModel:
 
 
 def missing_bytes(room: Room, spec: ModelSpec, device: torch.device) -> int:
-    """Bytes that an engine needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are
-    released."""
+    """Missing bytes for an engine; 0 or less: it fits. The model is loaded, its pools are released."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -182,7 +177,7 @@ def missing_bytes(room: Room, spec: ModelSpec, device: torch.device) -> int:
 
 
 def prompt_case(text: str) -> PromptCase:
-    """800@50048, or 2048 for a prompt without context."""
+    """Parse 800@50048, or 2048 for a prompt without context."""
     count, _, context = text.partition("@")
     return PromptCase(count=int(count), context=int(context or 0))
 
@@ -213,7 +208,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]], device: torch.device) -> Report:
-    """Checks first, then every case of every model."""
+    """Run the checks, then every case of every model."""
     began = time.perf_counter()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     checks = [check_cached_turns(options.device)]
@@ -238,10 +233,8 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
 
 
 def profile_all(work: Mapping[str, Sequence[Case]], device: torch.device) -> None:
-    """Of each model the last of its lone prompts. After all timing, for the profiler stays."""
-    with profile(
-        activities=[ProfilerActivity.CUDA]
-    ):  # it must be there before a graph is captured that it shall see into
+    """Profile the last single prompt of each model. After all timing, because the profiler stays active."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # the profiler must be active before a graph is captured
         torch.cuda.synchronize()
     for name, cases in work.items():
         case = next((case for case in cases[::-1] if isinstance(case, PromptCase)), LONG_APPEND)

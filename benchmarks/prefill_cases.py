@@ -1,8 +1,6 @@
-"""What the prefill benchmark asks of an engine, part by part: lone prompts, an agent's session, and a long prompt among
-running streams.
+"""The parts of the prefill benchmark: single prompts, an agent's session, and a long prompt beside running streams.
 
-Every measured prompt has token ids that were never seen before, behind a context that is cached. All times are the
-host's, from the submit on.
+Every measured prompt has new token ids, after a cached context. All times are the host's, from the submission.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from benchmarks.prefill_engine import NUM_DRAFTS, Answer, NoFigureError, PromptE
 from benchmarks.prefill_floor import Operation, Rates, arithmetic_seconds_of, flops_by_kind, operations, seconds_of
 
 WARM_UPS = 2
-"""Prompts of the same size before the first measured one: compilation, and what libraries choose."""
+"""Warm-up prompts of the same size, for compilation and the libraries' choice of kernels."""
 
 SETTLING_STEPS = 8
-"""Between a prompt's end and the steps that count as idle."""
+"""Seconds between a prompt's end and the steps that count as idle."""
 
 
 class Words:
-    """Token ids that nobody has seen."""
+    """New random token ids."""
 
     def __init__(self, seed: int, num_tokens: int) -> None:
         self._random = random.Random(seed)
@@ -42,7 +40,7 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The model that answers, as far as its floor goes."""
+    """The sizes of the model that determine its floor."""
 
     config: TextConfig
     draft_vocab: int
@@ -54,7 +52,7 @@ class Shape:
         return cls(config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts)
 
     def operations(self, count: int, start: int) -> list[Operation]:
-        """Of a prompt's new tokens behind a context, up to the first token."""
+        """The floor of a prompt's new tokens after a context, until the first token."""
         return operations(
             self.config,
             count=count,
@@ -67,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCase:
-    """`count` new tokens behind `context` cached ones."""
+    """`count` new tokens after `context` cached ones."""
 
     count: int
     context: int = 0
@@ -83,7 +81,7 @@ class PromptCase:
 
     @property
     def room(self) -> Room:
-        """For this prompt, and for what is left of the one before."""
+        """Memory for this prompt, and for the remains of the one before."""
         return Room(longest=self.context + self.count + 64, others=self.count + 128)
 
 
@@ -91,10 +89,10 @@ class PromptCase:
 class PromptFigures:
     case: PromptCase
     seconds: list[float]
-    """To the first token, of each measured prompt."""
+    """Time to first token of each measured prompt."""
     flops: dict[str, float]
     arithmetic_s: float
-    """What the arithmetic alone takes at the measured rates."""
+    """Time of the arithmetic alone at the measured rates."""
     floor_s: float
 
     @property
@@ -111,7 +109,7 @@ class PromptFigures:
 
     @property
     def of_matmul_rate(self) -> float:
-        """Share of the time that the arithmetic would fill."""
+        """The arithmetic's share of the measured time."""
         return self.arithmetic_s / self.median_s
 
     @property
@@ -144,11 +142,11 @@ def time_prompts(engine: PromptEngine, case: PromptCase, shape: Shape, rates: Ra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionCase:
-    """An agent's session: a long first turn, then tool results that are short against it."""
+    """An agent's session: a long first turn, then short tool results."""
 
     first: int = 50_000
     turns: int = 12
-    """Behind the first one."""
+    """Turns after the first one."""
     append: int = 800
     output: int = 200
 
@@ -166,7 +164,7 @@ class TurnFigures:
     cached: int
     first_token_s: float
     floor_s: float
-    """Of the tokens that the cache can't have: those behind the last whole block of what was known."""
+    """Floor of the tokens that can't be cached: those after the last whole block of the known prefix."""
     decode_tokens_per_second: float
 
     @property
@@ -202,10 +200,10 @@ class SessionFigures:
 
 
 def run_session(engine: PromptEngine, case: SessionCase, shape: Shape, rates: Rates) -> SessionFigures:
-    """Every prompt is computed, the first one too."""
+    """Run the session. Every prompt is computed, including the first one."""
     words = Words(1, engine.model.spec.num_real_tokens)
     block = engine.model.spec.block_tokens
-    for count in (case.append, case.append + block, min(case.first, 8_192)):  # the sizes of what will be computed
+    for count in (case.append, case.append + block, min(case.first, 8_192)):  # warm up with the sizes of the session
         engine.ask(words(count), max_tokens=case.output)
     prompt, known, turns = words(case.first), 0, []
     for _ in range(case.turns + 1):
@@ -222,14 +220,14 @@ def run_session(engine: PromptEngine, case: SessionCase, shape: Shape, rates: Ra
             decode_tokens_per_second=(len(answer.token_ids) - 1) / gaps if gaps else math.nan,
         )
         turns.append(figures)
-        known = len(prompt) + len(answer.token_ids) - 1  # the last token was emitted and never came into a state
+        known = len(prompt) + len(answer.token_ids) - 1  # the last token was emitted but isn't in the state
         prompt = prompt + answer.token_ids + words(case.append)
     return SessionFigures(case=case, turns=turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaceCase:
-    """Streams that decode, and a long prompt that comes in among them."""
+    """Decoding streams, and a long prompt that arrives during decoding."""
 
     context: int
     """Tokens in each stream's state."""
@@ -243,7 +241,7 @@ class PaceCase:
 
     @property
     def tokens_a_stream(self) -> int:
-        """More than a stream can emit until the prompt is in, at the least that a step computes of it."""
+        """More tokens than a stream can emit during the prompt, with the smallest chunk per step."""
         steps = self.idle_steps + SETTLING_STEPS + (self.prompt + self.warm_up_prompt) // 64 + 100
         return steps * (NUM_DRAFTS + 1)
 
@@ -262,7 +260,7 @@ class PaceFigures:
     busy_s: list[float]
     """The same, from the submit of the long prompt to its first token."""
     prompt_s: float
-    """To the long prompt's first token."""
+    """Time to the long prompt's first token."""
 
     @property
     def ratio(self) -> float:
@@ -290,7 +288,7 @@ def p99(values: Sequence[float]) -> float:
 def run_pace(engine: PromptEngine, case: PaceCase) -> PaceFigures:
     words = Words(2, engine.model.spec.num_real_tokens)
     contexts = [words(case.context) for _ in range(case.streams)]
-    for context in contexts:  # computed: what an engine learns of its own pace must be true
+    for context in contexts:  # computed, because the engine must learn its real pace
         engine.cache_context(context, compute=True)
     streams = [engine.submit(context + words(16), max_tokens=case.tokens_a_stream) for context in contexts]
     while not all(stream.arrivals for stream in streams):
@@ -317,13 +315,13 @@ def run_pace(engine: PromptEngine, case: PaceCase) -> PaceFigures:
 
 
 def run_until_first_token(engine: PromptEngine, answer: Answer) -> None:
-    """And to the end of the step with which it comes."""
+    """Run until the first token, and to the end of its step."""
     while not answer.arrivals:
         engine.step()
 
 
 def gaps_between(streams: Sequence[Answer], begin: float, end: float) -> list[float]:
-    """Times between a stream's events, of those that end within [begin, end]."""
+    """Times between a stream's events that end within [begin, end]."""
     return [
         after - before
         for stream in streams

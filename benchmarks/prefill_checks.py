@@ -1,8 +1,7 @@
-"""What must hold before a figure of a prefill counts: a prompt behind a cached prefix gives what the whole prompt
-gives.
+"""Checks before a prefill is measured: a prompt after a cached prefix gives the same result as the whole prompt.
 
-The tokens of a small model in float32, held against the CPU without cache and without drafts; the logits and states of
-the first layers of the model that is timed, in bfloat16, at points where prompts resume.
+Compares the tokens of a small model in float32 with those on the CPU without cache and drafts, and the logits and
+states of the first layers of the timed model in bfloat16 at resume points.
 """
 
 from __future__ import annotations
@@ -32,30 +31,26 @@ SESSION_TURNS = ((150, 12), (70, 20), (1, 9), (130, 8))
 NUM_SESSIONS = 2
 
 RESUME_POINTS = (64, 704, 1_536, 2_048)
-"""Boundaries of one prompt: each is resumed from to reach the next."""
+"""Boundaries of one prompt; each one is reached by resuming from the one before."""
 RESUME_LAYERS = 4
-"""Three recurrent ones and one of attention. The logits of all layers would tell nothing: with random weights each
-layer makes the roundings of those before larger, and 32 layers in bfloat16 end a quarter of the logits' norm away from
-float32."""
+"""Layers of the check: three recurrent ones and one of attention. All layers would be useless: with random weights each
+layer amplifies rounding errors, and 32 layers in bfloat16 differ from float32 by a quarter of the logits' norm."""
 RESUME_VOCABULARY = 8_192
 
 TOLERANCE = 2**-4
-"""Of logits and states in bfloat16, by their norms. Products of other heights are summed in other orders, and attention
-over other shares of the keys is rounded elsewhere; four layers come to about 2^-6. What comes from a wrong row is off
-by about 1."""
+"""Relative tolerance of logits and states in bfloat16, by norms. Accumulation order depends on the height of a matmul,
+and rounding in attention on the split of the keys; four layers give about 2^-6. A wrong row gives about 1."""
 COARSE_TOLERANCE = 2**-2
-"""The same where a rounding can go further: it may send a token to another expert, or its value to the next of 8
-bits."""
+"""The same where rounding has larger effects: it may change a token's expert, or an 8-bit value."""
 LEAST_OF_ANOTHER = 2**-1
-"""What another prompt's logits must be off by, for the check to tell one from the other."""
+"""Minimum difference of another prompt's logits, so that the check can detect a wrong prefix."""
 
 
 def check_cached_turns(device: Device) -> str:
-    """tiny-agent in float32, greedy: sessions on the device with cache, graphs and drafts against the CPU without any
-    of them, token for token.
+    """Compare tiny-agent's greedy float32 sessions on the device with cache, graphs and drafts with those on the CPU
+    without them, token for token.
 
-    Returns what was checked, in words. Raises CheckFailedError at the first difference, or when the cache had no part
-    in it."""
+    Return a description. Raises CheckFailedError at the first difference, or when the cache had no hits."""
     config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=NUM_SESSIONS, max_context=2048)
     reference = assemble(replace(config, device="cpu", draft_tokens=0, prefix_cache=False))
     with_cache = assemble(replace(config, device=device, draft_tokens=3))
@@ -69,12 +64,14 @@ def check_cached_turns(device: Device) -> str:
     if not num_cached:
         raise CheckFailedError("no turn found anything in the cache")
     num_tokens = sum(map(len, found.values()))
-    return f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} behind {num_cached} cached ones equal the CPU's, without cache and drafts"
+    return (
+        f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} behind {num_cached} cached ones equal the "
+        f"CPU's, without cache and drafts"
+    )
 
 
 def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
-    """What each turn of some sessions generated, all sessions side by side, and how many prompt tokens came from the
-    cache."""
+    """Run sessions concurrently; return each turn's tokens, and the number of cached prompt tokens."""
     found: dict[str, list[int]] = {}
     num_cached = 0
     prompts: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
@@ -112,11 +109,10 @@ def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
 
 
 def check_resume_points(model: str, config: TextConfig, device: torch.device) -> str:
-    """The engine on the first layers: at each resume point the state that grew by resuming, from point to point,
-    against that of one whole prefill.
+    """Compare, on the first layers, the state at each resume point after resuming from point to point with the state
+    after one whole prefill.
 
-    Returns what was checked, in words. Raises CheckFailedError when they are too far apart, or when a wrong prefix's
-    state isn't."""
+    Return a description. Raises CheckFailedError when they differ too much, or when a wrong prefix's state doesn't."""
     end = RESUME_POINTS[-1]
     tolerance = TOLERANCE if config.moe is None and config.quantization is None else COARSE_TOLERANCE
     cut = replace(
@@ -146,7 +142,8 @@ def check_resume_points(model: str, config: TextConfig, device: torch.device) ->
     del engine
     let_go(cut_model)
     return (
-        f"{model}, {len(cut.layer_types)} layers, bfloat16: prompts resumed at {RESUME_POINTS[:-1]} are as computed at once (largest relative errors:"
+        f"{model}, {len(cut.layer_types)} layers, bfloat16: prompts resumed at {RESUME_POINTS[:-1]} are as computed "
+        f"at once (largest relative errors:"
         f" {errors}; another prompt's logits: {wrong:.1f})"
     )
 
@@ -154,11 +151,11 @@ def check_resume_points(model: str, config: TextConfig, device: torch.device) ->
 def resumed_and_whole(
     engine: PromptEngine, prompt: list[int]
 ) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
-    """Each resume point, with the state there after a whole prefill, and after one that resumed at the point before."""
+    """Each resume point, with its state after a whole prefill, and after a prefill resumed at the point before."""
     previous = 0
     for point in RESUME_POINTS:
         if _ask_up_to(engine, prompt, point, f"whole {point}"):
-            raise CheckFailedError("a prompt that nobody has sent before was found in the cache")
+            raise CheckFailedError("a new prompt was found in the cache")
         cached = _ask_up_to(engine, prompt, point, "resumed")
         if cached != previous:
             raise CheckFailedError(f"resumed at {cached} instead of {previous}")
@@ -167,14 +164,14 @@ def resumed_and_whole(
 
 
 def _ask_up_to(engine: PromptEngine, prompt: list[int], point: int, namespace: str) -> int:
-    """Prefill, with a checkpoint at `point`. Returns how much came from the cache."""
+    """Prefill with a checkpoint at `point`; return the number of cached tokens."""
     answer = engine.ask(prompt[: point + 1], breakpoints=[(point, CheckpointKind.BRANCH)], namespace=namespace)
     return answer.cached_tokens
 
 
 @torch.inference_mode()
 def _state_at(engine: PromptEngine, prompt: list[int], point: int, namespace: str) -> dict[str, Tensor]:
-    """What the checkpoint there holds, and the logits that follow from it."""
+    """The state of the checkpoint, and the logits computed from it."""
     found = engine.cache.match(namespace, tokens(prompt), limit=point)
     if found.num_tokens != point:
         raise CheckFailedError(f"the checkpoint at {point} isn't there")

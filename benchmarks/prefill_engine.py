@@ -1,9 +1,8 @@
-"""An engine that is asked one thing after the other, and what each answer took: time to the first token, tokens found
-in the cache.
+"""An engine that serves requests in sequence, and measures each one: time to first token, cached tokens.
 
-The engine's own scheduler, step loop, cache and executor, as assembly.build puts them together, with the settings that
-are its defaults, except that memory is given and there is no host tier. Synthetic are the model's weights, contexts
-where they are made instead of computed (published.PrefilledModel), and which drafts are accepted.
+Uses the engine's own scheduler, step loop, cache and executor, assembled by assembly.build with default settings,
+except for a given memory size and no host tier. Weights are random, contexts may be random instead of computed
+(published.PrefilledModel), and acceptance is forced.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from benchmarks.running_engine import acceptance_rate
 
 NUM_DRAFTS = 3
 EMITTED = 3.39
-"""Tokens a step that the forced acceptance gives on average."""
+"""Mean tokens per step with the forced acceptance."""
 
 SPARE_CHECKPOINTS = 24
-"""Rows beside those that running requests need: the grid behind a long prompt, and what earlier prompts left."""
+"""Rows besides those of running requests: for grid checkpoints of a long prompt, and for earlier prompts."""
 
 
 class NoFigureError(Exception):
-    """The engine did not do what the measurement is about, so there is no figure."""
+    """The engine didn't behave as the measurement requires, so there is no figure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What an engine must hold."""
+    """Memory needs of an engine."""
 
     longest: int
     """Tokens, prompt and output, of a sequence."""
     others: int = 0
-    """Tokens of other sequences that are to stay beside it, running or cached."""
+    """Tokens of other sequences, running or cached, that must stay in memory."""
     max_running: int = 1
 
     def beside(self, other: Room) -> Room:
@@ -72,11 +71,11 @@ class Room:
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """One request's way, by the host's clock."""
+    """Times of one request, by the host's clock."""
 
     submitted: float
     arrivals: list[float] = field(default_factory=list)
-    """When each event with tokens was there."""
+    """Times of the events with tokens."""
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -84,7 +83,7 @@ class Answer:
 
     @property
     def first_token_s(self) -> float:
-        """From the submit on: checks at the door and the host's own work are part of it."""
+        """Measured from the submission, including validation and the host's own work."""
         return self.arrivals[0] - self.submitted
 
     @property
@@ -93,7 +92,7 @@ class Answer:
 
 
 class PromptEngine:
-    """Requests by number; `step` runs the engine's loop once for all of them."""
+    """Requests have numbers; `step` runs the engine's loop once for all of them."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class PromptEngine:
         return answer
 
     def step(self) -> list[Answer]:
-        """The answers that got tokens."""
+        """Run one step; return the answers that got tokens."""
         events = self._loop.run_once()
         now = time.perf_counter()
         return [answer for event in events if (answer := self._take(event, now)) is not None]
@@ -182,14 +181,13 @@ class PromptEngine:
         return answer
 
     def cache_context(self, prompt: Sequence[int], *, compute: bool) -> None:
-        """Leave a checkpoint behind the whole blocks of `prompt`, which stays when prompts resume from it.
+        """Cache a checkpoint at the end of `prompt`'s whole blocks, which isn't superseded when prompts resume from it.
 
-        compute: False: nothing is computed; the state and keys behind it are random. Raises NoFigureError when there is
-        no room."""
+        compute: False: state and keys are random instead of computed. Raises NoFigureError when memory is too small."""
         block = self.model.spec.block_tokens
         boundary = len(prompt) // block * block
         self.model.computes_prompts = compute
-        try:  # one token more than the boundary, and a kind that no deeper checkpoint replaces
+        try:  # one token beyond the boundary, and a kind that is never superseded
             self.ask([*prompt[:boundary], 0], breakpoints=[(boundary, CheckpointKind.BRANCH)])
         finally:
             self.model.computes_prompts = True
@@ -198,7 +196,7 @@ class PromptEngine:
             raise NoFigureError(f"there was no row for a checkpoint behind {boundary} tokens")
 
     def settle(self) -> None:
-        """Nothing is running on the host or the device."""
+        """Wait until host and device are idle."""
         while self._loop.has_work:
             self.step()
         if self.device.type == "cuda":

@@ -1,27 +1,25 @@
-"""What a prompt can't be had without: the operations and bytes of its prefill, and the least time that they take on a
-device.
+"""The floor of a prefill: its compulsory operations and bytes, and their minimum time on a device.
 
-Each operation of each layer is counted by itself, for it can be bound by arithmetic or by memory, but not by both at
-once:
+Each operation of each layer is counted separately, because it is bound by either arithmetic or memory:
 
     floor = sum over operations of max(useful FLOPs / matmul rate, compulsory bytes / read bandwidth)
 
 For n new tokens behind a context of s, at two FLOPs a multiply-add:
 
-- A projection of O x K: 2 n O K FLOPs; its weights, once. In the trunk all of them; of the MTP layer those that its
-  keys and values need. Where the weights are in 8 bits, at the rate of products in 8 bits.
-- Routed experts: the FLOPs of the J experts that each token visits; the weights of as many different ones as n tokens
-  visit on average if all are as likely, X (1 - (1 - J / X)^n): from 200 tokens on nearly all of X = 256.
+- A projection of O x K: 2 n O K FLOPs; its weights, once. All projections of the trunk; of the MTP layer those of its
+  keys and values. 8-bit weights count at the rate of 8-bit matmuls.
+- Routed experts: the FLOPs of the J experts that each token visits; the weights of the expected number of distinct
+  experts of n tokens with uniform choice, X (1 - (1 - J / X)^n): from 200 tokens on nearly all of X = 256.
 - Attention: 4 Q D FLOPs for each pair of a new token and one that it sees, n s + n (n + 1) / 2 pairs; the keys and
   values of s + n tokens.
 - The recurrence, counted token by token as it is defined (read out, update, read out): 6 V D K FLOPs a token; the
-  state, read and written once. That a kernel for whole blocks does more arithmetic than that is its own affair. The
-  convolution before it: 8 FLOPs a channel.
-- The step that gives the first token: the head, and for each draft the MTP layer (of its routed experts those of one
-  token), its keys and values and the draft head. Bytes alone.
+  state, read and written once. The additional arithmetic of chunked kernels isn't counted. The convolution before it:
+  8 FLOPs a channel.
+- The step of the first token: the head, and for each draft the MTP layer (with the routed experts of one token), its
+  keys and values and the draft head. Only bytes.
 
-Activations are left out, as are norms, gates and embeddings: what fits on the chip needn't leave it. The matmul rate
-and the bandwidth are those measured in the same run.
+Activations, norms, gates and embeddings aren't counted, because they can stay on the chip. The matmul rate and the
+bandwidth are measured in the same run.
 """
 
 from __future__ import annotations
@@ -44,28 +42,28 @@ from benchmarks.step_bytes import ROUTED, Experts, names_in_fp8, parameter_bytes
 Kind = Literal["linear", "experts", "attention", "recurrence", "mtp", "first step"]
 
 MTP_ROW_WEIGHTS = ("mtp.fc.weight", "mtp.layers.0.self_attn.k_proj.weight", "mtp.layers.0.self_attn.v_proj.weight")
-"""What a prompt's rows need of the MTP head. It has one layer, so its queries, output and FFN matter for the last row
-alone."""
+"""Projections of the MTP head for all rows of a prompt. It has one layer, so its queries, output and FFN are needed for
+the last row only."""
 
 GPU_SIDE, CPU_SIDE = 8192, 256
-"""Of the square matrices whose product is timed."""
+"""Side of the square matrices of the timed matmul."""
 BURST_ROUNDS = 12
 SUSTAINED_SECONDS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the device can do."""
+    """Measured rates of the device."""
 
     matmul: float
-    """FLOPs a second of a large bf16 product of normal values, after a second and more of nothing else: power and heat
-    have had their say."""
+    """FLOPs per second of a large bf16 matmul of normal values after more than a second of load, at sustained power and
+    heat."""
     matmul_burst: float
-    """The same, in the first milliseconds after a pause."""
+    """The same in the first milliseconds after a pause."""
     bandwidth: Bandwidth
     matmul_fp8: float | None = None
-    """Sustained, of a product in 8 bits with one multiplier a matrix and the fastest sums there are. None: not
-    measured; 8 bits count as 16."""
+    """Sustained rate of an 8-bit matmul with one scale per matrix and the fastest accumulation. None: not measured; 8
+    bits count as 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +72,7 @@ class Operation:
     flops: float = 0.0
     num_bytes: float = 0.0
     fp8: bool = False
-    """Its weights are in 8 bits."""
+    """Whether its weights have 8 bits."""
 
     def arithmetic_seconds(self, rates: Rates) -> float:
         return self.flops / ((self.fp8 and rates.matmul_fp8) or rates.matmul)
@@ -93,8 +91,8 @@ def operations(
     fp8_drafts: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Operation]:
-    """Of `count` prompt tokens from position `start` on, up to the first token. num_drafts: of a step; 0: no MTP head.
-    fp8_drafts: see step_bytes."""
+    """Operations of `count` prompt tokens from position `start`, until the first token. num_drafts: per step; 0: no MTP
+    head. fp8_drafts: see step_bytes."""
     size = dtype.itemsize
     shapes = parameter_shapes(config)
     sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
@@ -170,7 +168,7 @@ def flops_by_kind(ops: Iterable[Operation]) -> dict[str, float]:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """On a GPU that multiplies in 8 bits, of that too."""
+    """Measure the rates; also for 8 bits on a GPU that supports them."""
     matmul, burst = measure_matmul(device)
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     fp8 = measure_matmul(device, fp8=True)[0] if has_fp8 else None
@@ -180,9 +178,9 @@ def measure_rates(device: torch.device) -> Rates:
 def measure_matmul(
     device: torch.device, *, fp8: bool = False, side: int | None = None, seconds: float | None = None
 ) -> tuple[float, float]:
-    """(sustained, burst) FLOPs a second of a square product of bf16, or of 8-bit floats into bf16.
+    """(sustained, burst) FLOPs per second of a square matmul of bf16, or of 8-bit floats with a bf16 result.
 
-    side, seconds: None: as Rates says on a GPU, next to nothing on a CPU."""
+    side, seconds: None: as in Rates on a GPU, minimal on a CPU."""
     on_gpu = device.type == "cuda"
     side = side or (GPU_SIDE if on_gpu else CPU_SIDE)
     seconds = seconds or (SUSTAINED_SECONDS if on_gpu else 0.01)
@@ -197,7 +195,7 @@ def measure_matmul(
 
     if fp8:
         one = torch.ones((), device=device)
-        left_fp8, right_fp8 = left.to(FP8), right.to(FP8).t()  # the second one by columns
+        left_fp8, right_fp8 = left.to(FP8), right.to(FP8).t()  # the second matrix is column-major
 
         def multiply() -> None:
             torch._scaled_mm(
@@ -207,7 +205,7 @@ def measure_matmul(
     def rate(rounds: int) -> float:
         return rounds * 2.0 * side**3 / seconds_for(multiply, rounds, device)
 
-    rate(3)  # the library chooses its kernel
+    rate(3)  # warm-up: the library chooses its kernel
     burst = rate(BURST_ROUNDS)
     rounds = max(1, int(seconds * burst / (2.0 * side**3)))
     rate(rounds // 2 + 1)
@@ -215,7 +213,7 @@ def measure_matmul(
 
 
 def seconds_for(run: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Of all rounds together, on the device's clock."""
+    """Total time of all rounds, by the device's clock."""
     if device.type == "cpu":
         began = time.perf_counter()
         for _ in range(rounds):

@@ -1,11 +1,10 @@
-"""A layer's attention and its recurrence alone, over one long prompt, beside what other libraries take for their part
-of it.
+"""Compare a layer's attention and recurrence over one long prompt with kernels of other libraries.
 
 Ours are whole operations of a layer: attention with head norms, RoPE, the stores into pages and the output gate; the
-recurrence with convolution, gates and gated norm. The others get prepared queries, keys and values, and do the core
-alone: torch's attention over contiguous keys that were repeated for each query head, FlashInfer's over our pages,
-flash-linear-attention's chunked rule. Each result is held against ours before its time counts. A library that can't be
-imported is left out; FlashInfer compiles its kernels first, for minutes.
+recurrence with convolution, gates and gated norm. The others get prepared queries, keys and values and compute only the
+core: torch's attention over contiguous keys repeated for each query head, FlashInfer's over our pages, and
+flash-linear-attention's chunked rule. Each result is compared with ours before it is timed. Libraries that can't be
+imported are skipped; FlashInfer compiles its kernels first, which takes minutes.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ from benchmarks.published import STATE_SCALE
 SPANS = ((800, 50_048), (8_192, 0))
 """(new tokens, context) of the prompt."""
 TOLERANCE = 2**-5
-"""Of another library's result against ours, by norms, in bfloat16."""
+"""Relative tolerance of another library's result, by norms, in bfloat16."""
 WORKSPACE_BYTES = 256 * 2**20
 ROW = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A prompt of one sequence in pages 1, 2, ..., as prefill_tables.PromptRun; its state goes to one row."""
+    """A prompt of one sequence in pages 1, 2, ..., with the fields of prefill_tables.PromptRun; its state is in one
+    row."""
 
     count: int
     start: int
@@ -211,7 +211,8 @@ class Draw:
 def _timed(
     what: str, run: Callable[[], Tensor], finish: Callable[[Tensor], Tensor], ours: Tensor, device: torch.device
 ) -> Timed:
-    """`finish` makes of a result what ours is. Whatever another library raises becomes its line of the table."""
+    """Time one kernel. `finish` converts its result to the form of ours. An exception of another library is shown in
+    its row of the table."""
     try:
         result = finish(run()).double()
         error = (torch.linalg.vector_norm(result - ours.double()) / torch.linalg.vector_norm(ours.double())).item()
@@ -225,7 +226,7 @@ def _timed(
 def _flashinfer(
     backend: str, weights: kernels.AttentionWeights, span: Span, q_NQD: Tensor, kv_P2SGD: Tensor
 ) -> Callable[[], Tensor] | None:
-    """None: it can't be imported."""
+    """Import a module; None if that fails."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
@@ -235,7 +236,7 @@ def _flashinfer(
 
     def run() -> Tensor:
         nonlocal wrapper
-        if wrapper is None:  # compiles, and plans on the host: not part of what is timed
+        if wrapper is None:  # compiles and plans on the host, which isn't timed
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
             wrapper.plan(

@@ -1,5 +1,5 @@
-"""Where a prompt's time goes, kernel by kernel, as torch's profiler saw it. For finding what is slow, not for figures:
-the profiler slows it down."""
+"""Profile a prompt by kernel with torch's profiler. For finding slow kernels, not for figures: the profiler slows it
+down."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from benchmarks.profile_step import shares_table
 
 
 def profile_prompt(engine: PromptEngine, case: PromptCase) -> str:
-    """A table of one prompt, up to its first token: here that is the one step.
+    """A table of the kernels of one prompt until its first token, which is one step.
 
-    The profiler must have been there before the engine was built; without overlap nothing runs behind the prompt."""
+    The profiler must be active before the engine is built. Without overlap no step follows the prompt."""
     words = Words(0, engine.model.spec.num_real_tokens)
     context = words(case.context)
     if context:

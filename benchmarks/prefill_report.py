@@ -12,7 +12,8 @@ from benchmarks.prefill_cases import PaceFigures, PromptFigures, SessionFigures,
 from benchmarks.prefill_floor import Rates
 
 SYNTHETIC = (
-    "Synthetic: random weights of published shapes; the state and keys of cached contexts are random where a lone prompt is timed, computed"
+    "Synthetic: random weights of published shapes; the state and keys of cached contexts are random where a lone "
+    "prompt is timed, computed"
     " elsewhere; drafts accepted at a forced rate."
 )
 
@@ -20,9 +21,13 @@ PROMPT_HEADER = (
     "| model | new tokens | cached context | ms to the first token (least, most) | tokens/s"
     " | TFLOPS (linear and experts, attention, recurrence: PFLOP) | of the matmul rate | floor, ms | times the floor |"
 )
-SESSION_HEADER = "| model | turn | prompt | from the cache | hit | ms to the first token | floor, ms | times the floor | tokens/s after it |"
+SESSION_HEADER = (
+    "| model | turn | prompt | from the cache | hit | ms to the first token | floor, ms | times the "
+    "floor | tokens/s after it |"
+)
 PACE_HEADER = (
-    "| model | streams | context of each | prompt | s to its first token | between tokens idle, ms: median, p99, most | meanwhile"
+    "| model | streams | context of each | prompt | s to its first token | between tokens idle, ms: median, p99, "
+    "most | meanwhile"
     " | p99 meanwhile over idle |"
 )
 
@@ -31,7 +36,7 @@ Figures = PromptFigures | SessionFigures | PaceFigures
 
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """A part that was asked for. Without figures the note says why."""
+    """A requested part. Without figures, the note gives the reason."""
 
     model: str
     what: str
@@ -47,12 +52,12 @@ class Report:
     rates: Rates
     entries: list[Entry] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
-    """What each engine captured, and how long it took to start."""
+    """Each engine's captured graphs, and its start time."""
     seconds: float = 0.0
-    """The whole run took."""
+    """Duration of the whole run."""
 
     def lines(self, entry: Entry) -> list[str]:
-        """Rows of the table that the entry belongs to."""
+        """The entry's rows of its table."""
         figures = entry.figures
         if figures is None:
             return [f"| {entry.model} | {entry.what}: {entry.note} |"]
@@ -66,7 +71,8 @@ class Report:
         rates = self.rates
         fp8 = "" if rates.matmul_fp8 is None else f"FP8 matmul {rates.matmul_fp8 / 1e12:.4g} TFLOPS sustained, "
         lines = [
-            f"`{self.command}` on {self.machine}; {self.seconds:.0f} s. In the same run: bf16 matmul {rates.matmul / 1e12:.4g} TFLOPS sustained"
+            f"`{self.command}` on {self.machine}; {self.seconds:.0f} s. In the same run: bf16 matmul "
+            f"{rates.matmul / 1e12:.4g} TFLOPS sustained"
             f" ({rates.matmul_burst / 1e12:.4g} after a pause), {fp8}copy {rates.bandwidth.copy / 1e12:.2f} TB/s,"
             f" read {rates.bandwidth.read / 1e12:.2f} TB/s.",
             SYNTHETIC,
@@ -130,7 +136,8 @@ class Report:
 
     def _session(self, model: str, figures: SessionFigures) -> list[str]:
         rows = [
-            f"| {model} | {number} | {turn.prompt:,} | {turn.cached:,} | {100 * turn.cached / turn.prompt:.2f} % | {ms(turn.first_token_s)}"
+            f"| {model} | {number} | {turn.prompt:,} | {turn.cached:,} | {100 * turn.cached / turn.prompt:.2f} % | "
+            f"{ms(turn.first_token_s)}"
             f" | {ms(turn.floor_s)} | {turn.times_floor:.2f} | {turn.decode_tokens_per_second:,.0f} |"
             for number, turn in enumerate(figures.turns, start=1)
         ]

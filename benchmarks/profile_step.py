@@ -1,8 +1,7 @@
-"""Where a decode step's time goes, kernel by kernel: `python -m benchmarks.profile_step --model 4B --batch 1 --k 3
---context 2048`.
+"""Profile a decode step by kernel: `python -m benchmarks.profile_step --model 4B --batch 1 --k 3 --context 2048`.
 
-Prints each kernel's calls and time in a step, and the idle time right before it; with --timeline, one step's kernels in
-order. For finding gaps, not for figures: the profiler slows a step down, and nothing is checked first.
+Prints each kernel's calls and time per step, and the idle time right before it; with --timeline, one step's kernels in
+order. For finding gaps, not for figures: the profiler slows a step down, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ def shares_table(timeline: Timeline) -> str:
     """Per step; times in microseconds. The rows' times add up to the step's busy time, the gaps to its idle time."""
     steps = timeline.num_steps
     lines = [
-        f"{timeline.kernels_a_step:.1f} kernels, {timeline.step_ms:.3f} ms a step under the profiler, {100 * timeline.idle_share:.1f} % of it idle",
+        f"{timeline.kernels_a_step:.1f} kernels, {timeline.step_ms:.3f} ms a step under the profiler, "
+        f"{100 * timeline.idle_share:.1f} % of it idle",
         "| kernel | calls | us | us a call | share | idle before, us |",
         "|---|---|---|---|---|---|",
     ]
@@ -39,21 +39,24 @@ def shares_table(timeline: Timeline) -> str:
 
 
 def pointers_line(timeline: Timeline) -> str:
-    """What it costs that state moves by pointer: the commit, with its swap of checkpoints, and the publishing of
-    drafts."""
+    """The cost of moving state by pointer: the commit, with its swap of checkpoints, and the publishing of drafts."""
     spent = sum(share.covered_us for share in by_name(timeline) if share.name in POINTER_KERNELS) / timeline.num_steps
-    return f"commit, checkpoint swap and publish: {spent:.1f} us a step, {100 * spent / (timeline.step_ms * 1e3):.2f} % of it"
+    return (
+        f"commit, checkpoint swap and publish: {spent:.1f} us a step, "
+        f"{100 * spent / (timeline.step_ms * 1e3):.2f} % of it"
+    )
 
 
 def order_table(timeline: Timeline) -> str:
-    """One step's kernels in order; microseconds. A negative gap: the kernel began before the one ahead of it had
-    ended."""
+    """One step's kernels in order; microseconds. A negative gap: the kernel started before the end of the previous
+    one."""
     kernels = timeline.last_step()
     lines = ["| at | gap | duration | kernel |", "|---|---|---|---|"]
     reached = kernels[0].start
     for kernel in kernels:
         lines.append(
-            f"| {kernel.start - kernels[0].start:.1f} | {kernel.start - reached:.1f} | {kernel.duration:.1f} | {kernel.name[:NAME_WIDTH]} |"
+            f"| {kernel.start - kernels[0].start:.1f} | {kernel.start - reached:.1f} | {kernel.duration:.1f} | "
+            f"{kernel.name[:NAME_WIDTH]} |"
         )
         reached = max(reached, kernel.end)
     return "\n".join(lines)
@@ -85,9 +88,7 @@ def main() -> None:
         model=options.model, context=options.context, batch=options.batch, depth=options.k, sampled=options.sampled
     )
     steps = Steps(traced=options.steps, timed=options.steps)
-    with profile(
-        activities=[ProfilerActivity.CUDA]
-    ):  # it must be there before a graph is captured that it shall see into
+    with profile(activities=[ProfilerActivity.CUDA]):  # the profiler must be active before a graph is captured
         torch.cuda.synchronize()
     model = make_model(options.model, CONFIGS[options.model], device=device, dtype=torch.bfloat16)
     let_go(model)

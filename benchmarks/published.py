@@ -1,6 +1,6 @@
-"""Published sizes of Qwen3.5 as configs in code, and models of them with made-up weights.
+"""Configs of the published Qwen3.5 sizes, and models of them with random weights.
 
-Knows shapes alone: no checkpoint, no tokenizer, no text.
+Contains only shapes: no checkpoint, no tokenizer, no text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_REAL_TOKENS = 248_077
 """Ids of the family's tokenizer; the rows of the embedding above them are padding."""
 
 STATE_SCALE = 0.05
-"""Standard deviation of made-up recurrent states: what they read out is of the size of what a few written tokens do."""
+"""Standard deviation of random recurrent states: their outputs have the size of those after a few tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class _Experts:
     num: int
     top_k: int
     width: int
-    """Of every expert, the shared one too."""
+    """Width of every expert, including the shared one."""
 
 
 def _published(
@@ -49,8 +49,8 @@ def _published(
     tied: bool = False,
     fp8: bool = False,
 ) -> dict[str, Any]:
-    """A config.json. heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in
-    8-bit floats."""
+    """The content of a config.json. heads: numbers of query and key heads. ffn: width of a dense FFN. fp8: as in the
+    official FP8 checkpoints."""
     text: dict[str, Any] = {
         "vocab_size": 248_320,
         "hidden_size": hidden,
@@ -90,8 +90,8 @@ def _published(
 
 
 def _kept_in_full(layers: int) -> list[str]:
-    """The exclusion list of the official checkpoints, in their own names. It names modules that a model may not have,
-    too."""
+    """The exclusion list of the official checkpoints, with their module names. It may name modules that a model
+    lacks."""
     modules = ["lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "mtp.fc"]
     roots = [f"model.language_model.layers.{layer}" for layer in range(layers)]
     for part in ("linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"):
@@ -112,23 +112,22 @@ CONFIG_FILES = {
     "35B-A3B": _published(2048, 40, (16, 2), 32, _35B_EXPERTS),
     "35B-A3B-FP8": _published(2048, 40, (16, 2), 32, _35B_EXPERTS, fp8=True),
 }
-"""What each model's config.json says."""
+"""The content of each model's config.json."""
 
 CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.items()}
 
 
 class PrefilledModel(Qwen3_5Model):
-    """A model whose prompts may count as computed: then prefill does nothing, and the rows and pages that it would have
-    written hold random values.
+    """A model whose prefill can be switched off: then its rows and pages hold random values.
 
-    So a long context costs no time to reach, and a step on top of it does exactly what it would after a real prefill.
-    What a graph recorded it does, whatever was chosen since."""
+    So a long context takes no time, and a step after it does the same work as after a real prefill. Recorded graphs
+    keep the mode in which they were recorded."""
 
     computes_prompts: bool = False
-    """Prefill does its work."""
+    """Switch the real prefill on."""
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
-        self._pools = None  # a second allocation must not stand beside the first
+        self._pools = None  # free the first allocation before the second one
         super().allocate(num_rows=num_rows, num_pages=num_pages)
         generator = torch.Generator(self.device).manual_seed(0)
         for tensor in self.pools.tensors():
@@ -154,11 +153,11 @@ class PrefilledModel(Qwen3_5Model):
             super().mtp_prefill(batch, previous_NH)
 
     def release(self) -> None:
-        """Let go of the pools."""
+        """Free the pools."""
         self._pools = None
 
     def sibling(self) -> PrefilledModel:
-        """The same weights, for a second engine beside the first: with pools, and a draft head, of its own."""
+        """A model with the same weights for a second engine, with its own pools and draft head."""
         twin = copy(self)
         twin.release()
         return twin
@@ -170,7 +169,7 @@ class PrefilledModel(Qwen3_5Model):
 
     @property
     def mixtures(self) -> tuple[list[DecoderLayer], list[DecoderLayer]]:
-        """Layers whose FFN is a mixture of experts: the trunk's, and the MTP layer if it is one."""
+        """Layers whose FFN is a mixture of experts: the trunk's, and the MTP layer if it has one."""
         drafting = [] if self._mtp is None else [self._mtp.layer]
         trunk, mtp = (
             [layer for layer in layers if isinstance(layer.ffn, MixtureOfExperts)]
@@ -180,7 +179,7 @@ class PrefilledModel(Qwen3_5Model):
 
 
 def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """No stop ids: made-up weights would say one now and then."""
+    """A spec without stop ids, which random weights would generate at times."""
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
@@ -197,7 +196,7 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
 def make_model(
     name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None
 ) -> PrefilledModel:
-    """The model with weights made on the device. fp8_drafts: None: as an engine decides by itself."""
+    """Make a model with random weights on the device. fp8_drafts: None: the engine's default."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)

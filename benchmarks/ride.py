@@ -1,11 +1,11 @@
-"""What riding saves: `python -m benchmarks.ride --models 4B 27B-FP8`.
+"""Measure the savings of riding windows: `python -m benchmarks.ride --models 4B 27B-FP8`.
 
-In one engine with running streams: the pass of an append behind a context, a decode step of some of the streams, both
-in one plan one after the other, and the windows in the pass. Plans go straight to the engine's executor, ten of a kind
-in a row, and are timed by the host's clock: a pass that the host can't launch fast enough is as slow here as it is in
-the engine. Models have published shapes, made-up weights and contexts.
+In one engine with running streams, it measures: the pass of an append after a context, a decode step of some streams,
+both in sequence in one plan, and the windows riding in the pass. Plans go directly to the engine's executor, ten of a
+kind in sequence, and are timed by the host's clock, so a pass that is bound by the host's launches is as slow as in the
+engine. Models have published shapes, random weights and random contexts.
 
-First tiny-agent in float32 has to say the same, token for token, whether its windows ride or not.
+Before that, tiny-agent in float32 must generate the same tokens with and without riding.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ APPENDS = (64, 256, 512, 800, 1_600, 2_048, 4_096)
 APPEND_CONTEXT = 16_384
 WARM_UPS, REPEATS = 2, 10
 OUTPUT_TOKENS = 8_000
-"""Of each stream: more than all measured steps emit."""
+"""Tokens of each stream: more than all measured steps emit."""
 STEPS_BETWEEN = 5
-"""Steps of the check from one request to the next."""
+"""Steps of the check between two requests."""
 EVERYBODY = 1 << 20
-"""A limit that lets every window ride for which there is a graph, or no graph is needed."""
+"""A limit that lets every window ride that has a graph or needs none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +62,8 @@ OTHER_STREAMS = Streams(batches=(4,), context=1_024)
 
 
 def check_rides(device: torch.device, num_requests: int = 16) -> str:
-    """Requests that come one after the other into a running engine, riding and not. Returns what was checked; raises
-    CheckFailedError."""
+    """Compare requests that arrive in sequence in a running engine, with and without riding. Return a description.
+    Raises CheckFailedError."""
     config = EngineConfig(
         device=device.type,  # type: ignore[arg-type]
         dtype="float32",
@@ -79,13 +79,16 @@ def check_rides(device: torch.device, num_requests: int = 16) -> str:
         raise CheckFailedError(f"{num_apart} steps rode that shouldn't, {num_rides} that should")
     if apart != ridden:
         raise CheckFailedError(f"windows that ride say something else: {ridden} instead of {apart}")
-    return f"tiny-agent, float32: {sum(map(len, ridden.values()))} tokens on {device} with {num_rides} steps that rode equal those with none"
+    return (
+        f"tiny-agent, float32: {sum(map(len, ridden.values()))} tokens on {device} with {num_rides} steps that "
+        f"rode equal those with none"
+    )
 
 
 def _staggered(
     config: EngineConfig, device: torch.device, most_riders: int, num_requests: int
 ) -> tuple[dict[str, list[int]], int]:
-    """What requests said of which one comes every few steps, half of them sampled, and how many steps rode."""
+    """Tokens of requests that arrive every few steps, half of them sampled, and the number of steps with riding."""
     model = load_model(resolve_checkpoint(bundled.checkpoint_of(config.model)), device=device, dtype=torch.float32)
     memory = MemoryPlan(num_rows=100, num_pages=200, max_length=2048)
     parts = build(model, config=config, memory=memory, device=device, most_riders=most_riders)
@@ -126,7 +129,7 @@ def _staggered(
 
 
 class Bench:
-    """An engine whose slots all run, and plans for its executor."""
+    """An engine with all slots running, and plans for its executor."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.streams = STREAMS.get(name, OTHER_STREAMS)
@@ -161,7 +164,7 @@ class Bench:
         return plan
 
     def milliseconds(self, plan: StepPlan, most_riders: int) -> tuple[float, bool]:
-        """For each of the plans, launched one after the other, and whether their windows rode."""
+        """Times of the plans, launched in sequence, and whether their windows rode."""
         executor = self.executor
         executor.most_riders = most_riders
         for _ in range(WARM_UPS):
@@ -175,7 +178,7 @@ class Bench:
         return seconds / REPEATS * 1e3, rode
 
     def _chunk(self, count: int) -> ChunkPlan:
-        """An append whose state and pages nobody needs: the last ones of the pools."""
+        """An append that uses the last row and pages of the pools, which are unused."""
         pools = self.model.pools
         num_rows, num_pages = pools.hidden_RH.shape[0], pools["kv_AP2SGD"].shape[1]
         needed = -(-(APPEND_CONTEXT + count) // self.model.spec.block_tokens)

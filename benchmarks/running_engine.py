@@ -1,8 +1,7 @@
-"""An engine in the middle of its work: every slot decodes, at a context of a chosen length. What is timed and what is
-traced runs on it.
+"""An engine in which every slot decodes at a context of a chosen length, for timing and tracing.
 
-The engine's own scheduler, step loop and executor, as assembly.build puts them together. Synthetic are the model's
-weights, the computed context (published.PrefilledModel) and which drafts are accepted.
+Uses the engine's own scheduler, step loop and executor, assembled by assembly.build. Weights and contexts are random
+(published.PrefilledModel), and acceptance is forced.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from benchmarks.published import PrefilledModel
 from benchmarks.step_bytes import parameter_bytes
 
 MAX_DRAFTS = 3
-"""k of the emitted counts that cases are named by, and the most that the adaptive depth may choose."""
+"""The number of drafts for the emitted counts in names of cases, and the maximum of the adaptive depth."""
 
 WORKSPACE_BYTES = 2 * 2**30
-"""Beside weights, pools and graphs: activations, logits of eager steps, the buffers of the slots."""
+"""Bytes besides weights, pools and graphs: activations, logits of eager steps, the slots' buffers."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True)
-"""What the family's model cards recommend for thinking."""
+"""Sampling that the model cards recommend for thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +48,9 @@ class Case:
     """Tokens in each slot's state when the first decode step begins."""
     batch: int
     depth: int | Literal["auto"]
-    """Drafts a step; auto: as the depth policy chooses, up to MAX_DRAFTS."""
+    """Drafts per step; auto: the depth policy chooses, up to MAX_DRAFTS."""
     emitted: float = 3.39
-    """Tokens a step that the forced acceptance would give with MAX_DRAFTS drafts, on average."""
+    """Mean tokens per step that the forced acceptance gives with MAX_DRAFTS drafts."""
     sampled: bool = False
 
     def __post_init__(self) -> None:
@@ -68,16 +67,19 @@ class Case:
 
     @property
     def rate(self) -> float:
-        """Chance that a draft is accepted, given those before it: the same at every position."""
+        """Probability that a draft is accepted, given those before it; equal at every position."""
         return acceptance_rate(self.emitted)
 
     @property
     def expected_emitted(self) -> float:
-        """Tokens a step on average at this case's own depth."""
+        """Mean tokens per step at this case's depth."""
         return emitted_at(self.rate, self.max_drafts)
 
     def __str__(self) -> str:
-        return f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted {self.emitted:g}{', sampled' * self.sampled}"
+        return (
+            f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted "
+            f"{self.emitted:g}{', sampled' * self.sampled}"
+        )
 
 
 def emitted_at(rate: float, num_drafts: int) -> float:
@@ -85,7 +87,7 @@ def emitted_at(rate: float, num_drafts: int) -> float:
 
 
 def acceptance_rate(emitted: float) -> float:
-    """The rate at which MAX_DRAFTS drafts give so many tokens a step."""
+    """The acceptance rate at which MAX_DRAFTS drafts give the number of tokens per step."""
     if not 1.0 <= emitted <= MAX_DRAFTS + 1:
         raise ValueError(f"emitted={emitted}: a step of {MAX_DRAFTS} drafts emits 1 to {MAX_DRAFTS + 1} tokens")
     low, high = 0.0, 1.0
@@ -96,8 +98,7 @@ def acceptance_rate(emitted: float) -> float:
 
 
 def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
-    """Rows and pages for every slot's requests and nothing to spare; with two checkpoints each, without which sessions
-    would be kept waiting."""
+    """Exactly the rows and pages of every slot's requests, with two checkpoints each, which admission requires."""
     window = case.max_drafts + 1
     length = case.context + 1 + num_steps * window
     pages = case.batch * -(-(length + 4 * window) // spec.block_tokens) + 1
@@ -106,10 +107,9 @@ def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
 
 
 def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: int, *, num_engines: int = 1) -> int:
-    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are
-    released.
+    """Missing bytes for this case; 0 or less: it fits. The model is loaded, its pools are released.
 
-    num_engines: at the same time, each with its own pools and graphs."""
+    num_engines: engines at the same time, each with its own pools and graphs."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -121,8 +121,7 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
 
 
 def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts: bool) -> int:
-    """Bytes that a bfloat16 model's weights, and next to nothing beside them, need beyond those that are free; 0 or
-    less: they fit."""
+    """Missing bytes for a bfloat16 model's weights and little else; 0 or less: they fit."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -130,7 +129,7 @@ def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts:
 
 
 class RecordedDepth(AdaptiveDepth):
-    """The depth policy of the engine, and what it chose."""
+    """The engine's depth policy, with a record of its choices."""
 
     def __init__(self, max_drafted: int) -> None:
         super().__init__(max_drafted)
@@ -142,12 +141,12 @@ class RecordedDepth(AdaptiveDepth):
 
 
 class RunningEngine:
-    """`step` runs the engine's loop once, and reads a decode step of every slot."""
+    """Each call of `step` runs the engine's loop once, and reads a decode step of every slot."""
 
     def __init__(
         self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True
     ) -> None:
-        """num_steps: calls of `step` that must be possible before a request ends. graphs: as in EngineConfig."""
+        """num_steps: number of calls of `step` before any request may end. graphs: as in EngineConfig."""
         spec, drafts = model.spec, case.max_drafts
         config = EngineConfig(
             draft_tokens=case.depth,
@@ -160,7 +159,7 @@ class RunningEngine:
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         parts = build(model, config=config, memory=memory, device=device, depth_policy=self.adaptive)
         self.graphs = parts.graphs
-        """What was captured, in words."""
+        """A description of the captured graphs."""
         self._case = case
         self._device = device
         self._loop = parts.loop
@@ -180,7 +179,7 @@ class RunningEngine:
         assert [len(token_ids) for token_ids in first] == [1] * case.batch, "the prompts bring the first token of each"
 
     def step(self) -> list[list[int]]:
-        """Launch a step and read the one before: the tokens that it emitted, slot by slot."""
+        """Launch a step and read the one before; return its emitted tokens by slot."""
         emitted = []
         for event in self._loop.run_once():
             assert isinstance(event, TokensEvent), (
@@ -191,13 +190,13 @@ class RunningEngine:
         return emitted
 
     def settle(self) -> None:
-        """Wait until the device has nothing to do; the next `step` finds the results of the last one."""
+        """Wait until the device is idle; the next `step` reads the results of the last one."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def let_go(*models: PrefilledModel) -> None:
-    """Give memory back between two cases; the caller holds no engine any more."""
+    """Free memory between two cases; the caller must have dropped its engine."""
     for model in models:
         model.release()
     gc.collect()

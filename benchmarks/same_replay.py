@@ -1,12 +1,10 @@
-"""Whether a device serves what the CPU serves: `python -m benchmarks.same_replay` replays a file on both and compares
-every token.
+"""Compare a device's tokens with the CPU's: `python -m benchmarks.same_replay` replays a file on both.
 
-Through the whole server, float32, a fixed number of drafts; the bundled model unless --model says otherwise. Sessions
-run side by side, so which requests share a step differs between the two runs, and their tokens must not. Prints both
-runs' counts and the device's acceptance; exit status 1 if a token differs or a session failed.
+Uses the whole server with float32 and a fixed number of drafts, and the bundled model by default. Sessions run
+concurrently, so the two runs batch requests differently, but tokens must not differ. Prints both runs' counts and the
+device's acceptance; exit status 1 if a token differs or a session failed.
 
-With --save the streams of one device go to a file, with --expected they are compared with such a file instead of a run
-on the CPU.
+--save writes the streams of one device to a file; --expected compares with such a file instead of a run on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ Exchanges = dict[str, list[tuple[list[int], list[int]]]]
 
 
 class HeardEngine(AsyncEngine):
-    """Notes what every request asked and got."""
+    """An engine client that records the prompt and tokens of every request."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -55,7 +53,7 @@ class HeardEngine(AsyncEngine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heard:
-    """One replay."""
+    """The streams of one replay."""
 
     exchanges: Exchanges
     report: Report | None
@@ -73,7 +71,7 @@ def replay(file: ReplayFile, device: Device, options: argparse.Namespace) -> Hea
 
 
 def differences(found: Exchanges, expected: Exchanges) -> list[str]:
-    """A line for each session that went another way, at its first request that differs."""
+    """One line for each session that differs, with its first request that differs."""
     lines = [f"{name}: only one of both has it" for name in sorted(found.keys() ^ expected.keys())]
     for name in sorted(found.keys() & expected.keys()):
         for turn, (ours, theirs) in enumerate(zip(found[name], expected[name], strict=False)):
@@ -83,7 +81,8 @@ def differences(found: Exchanges, expected: Exchanges) -> list[str]:
                         (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b))
                     )
                     lines.append(
-                        f"{name}, request {turn}: {what} differs from token {place} on, {a[place : place + 5]} for {b[place : place + 5]}"
+                        f"{name}, request {turn}: {what} differs from token {place} on, {a[place : place + 5]} for "
+                        f"{b[place : place + 5]}"
                     )
                     break
             else:
@@ -137,7 +136,8 @@ def main() -> int:
     lines = differences(as_lists(found.exchanges), as_lists(expected.exchanges))
     answers = [generated for exchanges in found.exchanges.values() for _, generated in exchanges]
     print(
-        f"\n{len(answers)} requests, {sum(map(len, answers))} generated tokens on {options.device}: {len(lines)} sessions diverge from the CPU's"
+        f"\n{len(answers)} requests, {sum(map(len, answers))} generated tokens on {options.device}: {len(lines)} "
+        f"sessions diverge from the CPU's"
     )
     print("\n".join(lines))
     return int(bool(lines) or found.report.has_failures)

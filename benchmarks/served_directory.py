@@ -1,8 +1,8 @@
-"""A directory that `agentspec serve --random-weights` takes: a published model's shapes, and the bundled model's words
+"""A model directory for `agentspec serve --random-weights`: a published model's shapes, and the bundled model's tokens
 in a vocabulary of full size.
 
-The words above the bundled model's own are made up, and no text is ever spelled with them; reading them takes what a
-real tokenizer takes.
+The tokens beyond the bundled model's are artificial and never used in text; loading them takes as long as loading a
+real tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.js
 
 
 def write_directory(model: str, parent: Path) -> Path:
-    """`parent`/`model`, made anew. model: a name of published.CONFIG_FILES."""
+    """Create the directory `parent`/`model`. model: a name of published.CONFIG_FILES."""
     directory = parent / model
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG_FILES[model]))

@@ -1,14 +1,13 @@
-"""What the HTTP server costs, without a model: `python -m benchmarks.server`.
+"""Throughput and latency of the HTTP server without a model: `python -m benchmarks.server`.
 
-A no-op engine hands out prepared events, so all that is measured is the server: HTTP, JSON, prompt building with the
-bundled tokenizer and template, splitting the answer, chunks. The same server answers in three ways: with the engine in
-a process of its own, as `serve` has it; with the engine in the server's process; and without any, which is the floor: a
-bare ASGI app behind the same uvicorn that sends the very same frames. The client is another process with as little in
-it as possible. Before anything is timed, the answers of all three are checked.
+A no-op engine sends prepared events, so only the server is measured: HTTP, JSON, prompt building with the bundled
+tokenizer and template, parsing of the answer, chunks. There are three variants: the engine in its own process, as in
+`serve`; the engine in the server's process; and a floor without an engine, a bare ASGI app behind the same uvicorn that
+sends the same frames. The client is a minimal separate process. Before the measurement, the answers of all three are
+checked.
 
-Two questions: how many requests a second, whole and streamed, over 1 and 32 connections; and how long it takes from the
-moment when the engine's thread has a token to the moment when the client has its byte, for streams at the pace of a
-real engine. All processes read the same monotonic clock.
+Measures requests per second, whole and streamed, over 1 and 32 connections; and the time from a token in the engine's
+thread to its byte at the client, for streams at the pace of a real engine. All processes read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ TOOLS = [
 
 
 def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
-    """A chat request in the middle of a session. `number` makes it unlike the others; the seed tells the no-op engine
-    its pace."""
+    """A chat request in the middle of a session. `number` makes it unique; the seed sets the no-op engine's pace."""
     call = {
         "id": f"call_{number}",
         "type": "function",
@@ -99,11 +97,10 @@ def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
 
 
 class Ways:
-    """Takes a request to one of the two apps, or to the floor: recorded answers with as little as an ASGI app can do
-    for the same bytes."""
+    """Routes a request to one of the two apps, or to the floor: a minimal ASGI app that sends recorded answers."""
 
     def __init__(self, apps: dict[str, ASGIApp], ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
-        """apps: by the beginning of their paths; the last one takes all others."""
+        """apps: by path prefix; the last one gets all other paths."""
         self._apps = apps
         self._ticker = ticker
         self._whole = whole
@@ -138,13 +135,13 @@ class Ways:
 
 
 def app_of(engine: EngineClient, text: TextPipeline | None) -> ASGIApp:
-    """What `serve` puts in front of an engine."""
+    """The app that `serve` puts in front of an engine."""
     app = create_app(engine, text)
     return Door(app, ServerConfig(), max_running=engine.info.max_running)
 
 
 async def serve() -> None:
-    """Record the app's own answers, then serve all ways until the standard input ends."""
+    """Record the app's own answers, then serve all variants until the end of stdin."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     text = RemoteText(text_process(30), 30)
@@ -164,7 +161,7 @@ async def serve() -> None:
         }
         ways = Ways(apps, engine.ticker, whole, frames)
         server = uvicorn.Server(uvicorn.Config(ways, log_level="warning", access_log=False, lifespan="off"))
-        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes
+        # asyncio disables Nagle's algorithm only for sockets created with the TCP protocol; with it, small writes
         # wait 40 ms for an acknowledgement.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
@@ -196,7 +193,7 @@ def server_process() -> Iterator[int]:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection: sends prepared requests, and finds the end of each answer and the times in it."""
+    """One keep-alive connection: sends prepared requests, and parses the end of each answer and the times in it."""
 
     STAMP = re.compile(rb"@(\d+)@")
     LENGTH = re.compile(rb"content-length: (\d+)\r\n", re.IGNORECASE)
@@ -245,12 +242,15 @@ class Connection(asyncio.Protocol):
 
 def request_bytes(path: str, content: dict[str, Any]) -> bytes:
     encoded = json.dumps(content).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(encoded)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(encoded)}\r\n\r\n"
+    )
     return head.encode() + encoded
 
 
 def payload(response: bytes) -> bytes:
-    """The body, out of its chunks where it came in chunks. Raises ValueError unless the status is 200."""
+    """The body, joined from chunks where it is chunked. Raises ValueError unless the status is 200."""
     head, _, rest = response.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200 "):
         raise ValueError(response[:500].decode(errors="replace"))
@@ -266,7 +266,7 @@ def payload(response: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Route:
-    """One way to ask."""
+    """One variant of a request."""
 
     path: str
     stream: bool
@@ -289,7 +289,7 @@ WAYS = {
 
 @dataclass
 class Load:
-    """What some connections came to that asked without a pause for a while."""
+    """The results of connections that send requests without pauses for some time."""
 
     num_requests: int = 0
     seconds: float = 0.0
@@ -299,8 +299,7 @@ class Load:
 async def run_load(port: int, route: Route, *, num_connections: int, seconds: float) -> Load:
     loop = asyncio.get_running_loop()
     connections = [(await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(num_connections)]
-    # Prepared and used round and round: the client is to be idle while it waits. Each is asked once before the clock
-    # starts.
+    # Prepared and reused in turn, so that the client is idle while it waits. Each is sent once before the clock starts.
     requests = [route.request(number) for number in range(1, 65)]
     for request in requests:
         payload(await connections[0].ask(request))
@@ -328,7 +327,7 @@ async def run_load(port: int, route: Route, *, num_connections: int, seconds: fl
 
 
 async def check(port: int) -> int:
-    """The answers are right, and every way sends the same. Returns the bytes of one streamed answer."""
+    """Check that the answers are correct and equal in all variants. Return the bytes of one streamed answer."""
     loop = asyncio.get_running_loop()
     connection = (await loop.create_connection(Connection, "127.0.0.1", port))[1]
     answers = {
@@ -355,14 +354,14 @@ async def check(port: int) -> int:
 
 
 def _unnamed(content: bytes) -> bytes:
-    """Without what differs from one answer to the next: ids and times."""
+    """The answer without ids and times, which differ in each answer."""
     content = re.sub(rb'"id":"chatcmpl-\w+"', b"", content)
     content = re.sub(rb'"created":\d+', b"", content)
     return re.sub(rb"@\d+@", b"@", content)
 
 
 def throughput(port: int, *, seconds: float, repeats: int) -> list[dict[str, Any]]:
-    """The ways by turns, so that what else the machine does falls on all."""
+    """Measure the variants alternately, so that other load on the machine affects all equally."""
     rows = []
     for kind in ("whole", "stream"):
         for num_connections in (1, 32):
@@ -405,23 +404,30 @@ class Report:
 
     def markdown(self) -> str:
         lines = [
-            f"{self.machine}; load average before the run {self.load_before:.2f}. An answer: {STEPS} steps of {TOKENS_A_STEP} tokens,"
+            f"{self.machine}; load average before the run {self.load_before:.2f}. An answer: {STEPS} steps of "
+            f"{TOKENS_A_STEP} tokens,"
             f" streamed {self.answer_bytes:,} bytes.",
             "",
-            "Requests a second (streams: steps a second), and the largest of the runs behind the median over their smallest:",
+            "Requests a second (streams: steps a second), and the largest of the runs behind the median over their "
+            "smallest:",
             "",
             "| answer | connections | serve | engine in the process | floor | serve's share of the floor | spread |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in self.throughput:
             steps = f" ({row['serve'] * STEPS:,.0f})" if row["answer"] == "stream" else ""
-            rates = f"{row['serve']:,.0f}{steps} | {row['in_process']:,.0f} | {row['floor']:,.0f} | {100 * row['serve'] / row['floor']:.0f} %"
+            rates = (
+                f"{row['serve']:,.0f}{steps} | {row['in_process']:,.0f} | {row['floor']:,.0f} | "
+                f"{100 * row['serve'] / row['floor']:.0f} %"
+            )
             lines.append(
-                f"| {row['answer']} | {row['connections']} | {rates} | {max(row[f'{way}_spread'] for way in WAYS):.2f} |"
+                f"| {row['answer']} | {row['connections']} | {rates} | "
+                f"{max(row[f'{way}_spread'] for way in WAYS):.2f} |"
             )
         lines += [
             "",
-            f"Engine token to client byte, all streams stepping together each {PACE_SECONDS * 1e3:g} ms, median and p99:",
+            f"Engine token to client byte, all streams stepping together each {PACE_SECONDS * 1e3:g} ms, median and "
+            f"p99:",
             "",
             "| streams | serve | engine in the process | floor |",
             "|---|---|---|---|",
@@ -447,7 +453,10 @@ def main() -> None:
     if options.child:
         asyncio.run(serve())
         return
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}, uvicorn {uvicorn.__version__}"
+    machine = (
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}, uvicorn "
+        f"{uvicorn.__version__}"
+    )
     load_before = os.getloadavg()[0]
     with server_process() as port:
         answer_bytes = asyncio.run(check(port))

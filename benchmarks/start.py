@@ -1,11 +1,10 @@
-"""How long a server takes from nothing to its first answer: `python -m benchmarks.start`.
+"""Time from the start of a server to its first answer: `python -m benchmarks.start`.
 
-A model of published shapes with made-up weights, served by `agentspec serve` with its defaults: first without a
-compiled kernel (a cache directory of its own, empty), then again with what that start left behind, then with what
-`agentspec warm` alone has left in another one. Each server must answer a request before its times count. Needs a GPU;
-on a CPU (--model tiny-agent) it shows that it works.
+`agentspec serve` with its defaults serves a model of published shapes with random weights: first with an empty kernel
+cache, then with the cache of that start, then with a separate cache filled by `agentspec warm` only. Each server must
+answer a request before its times count. Needs a GPU; on a CPU (--model tiny-agent) it only shows that it works.
 
-The stages are what /health says while the server loads, read every few milliseconds: some run side by side.
+The stages are read from /health every few milliseconds while the server loads; some run in parallel.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ CHAT = {
 
 @dataclass(kw_only=True, slots=True)
 class Start:
-    """Seconds from the moment when the process was started."""
+    """Times in seconds since the process was started."""
 
     listening: float = 0.0
     """The first answer of any kind."""
     ready: float = 0.0
-    """/health says 200."""
+    """/health answers 200."""
     answered: float = 0.0
-    """A short chat request, sent then, has its whole answer."""
+    """A short chat request, sent then, is completely answered."""
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """When each one was seen first and last."""
+    """First and last time at which each one was seen."""
     page: str = ""
-    """What the server says that it chose."""
+    """The settings on the server's start page."""
 
     def see(self, text: str, now: float) -> None:
         for stage in text.split("), "):
@@ -68,7 +67,7 @@ def free_port() -> int:
 
 
 def start(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """Start a server, have it answer, and end it."""
+    """Start a server, send it a request, and end it."""
     port, result = free_port(), Start()
     began = time.perf_counter()
     command = [*COMMAND, "serve", model, "--port", str(port), *flags]
@@ -108,7 +107,7 @@ def await_health(server: subprocess.Popen[str], client: httpx.Client, result: St
 
 
 def warm(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> tuple[float, str]:
-    """Seconds of `agentspec warm`, and what it says."""
+    """Run `agentspec warm`; return its seconds and its output."""
     began = time.perf_counter()
     done = subprocess.run(
         [*COMMAND, "warm", model, *flags],

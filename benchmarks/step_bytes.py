@@ -1,7 +1,7 @@
-"""The bytes that a decode step of a model must move, counted from its shapes and the formats of its weights.
+"""The compulsory bytes of a decode step, counted from a model's shapes and the formats of its weights.
 
-Which experts a step reads is no matter of shapes: how many they were is measured (benchmarks/experts_touched.py) and
-comes in as a number.
+The number of experts that a step reads doesn't follow from shapes: it is measured by benchmarks/experts_touched.py and
+passed in.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from agentspec.models.tensors import parameter_dtype, parameter_shapes, quantize
 from agentspec.types import BLOCK_TOKENS
 
 ROUTED = ".mlp.experts."
-"""In the names of parameters that are stacks over all experts of a layer."""
+"""Part of the names of parameters that are stacks over all experts of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """How many different experts a model with a mixture reads, on average."""
+    """Mean number of distinct experts that a model with a mixture reads."""
 
     trunk: float
-    """In one layer of the trunk, in a step."""
+    """In one layer of the trunk, per step."""
     draft: float
-    """In the MTP layer, in one of its forwards."""
+    """In the MTP layer, per forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Bytes that a decode step can't do without, each read once where one pass over it serves the whole batch."""
+    """Compulsory bytes of a decode step; data that serves the whole batch is counted once."""
 
     weights: int
     """Layers and final norm of the trunk, without routed experts."""
     experts: int
-    """Routed experts of the trunk that some token of the step chose."""
+    """Routed experts of the trunk that at least one token of the step chose."""
     head: int
     mtp: int
-    """The MTP layer, once for each of the k drafts: each needs the one before. Of its routed experts those that were
-    chosen."""
+    """The MTP layer with its chosen experts, once for each of the k drafts, which depend on each other."""
     draft_head: int
     """The head's rows of the draft vocabulary, likewise."""
     state: int
@@ -69,7 +68,7 @@ def step_bytes(
     fp8_drafts: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> StepBytes:
-    """Activations are small and left out.
+    """Count the bytes of a step. Activations are small and not counted.
 
     Args:
         context: tokens in each slot's state.
@@ -77,7 +76,7 @@ def step_bytes(
         experts: of a model with a mixture, and of no other.
         fp8_drafts: the MTP layer and the draft head are in 8 bits, whatever the checkpoint has.
     """
-    assert (experts is None) == (config.moe is None), "a mixture's bytes follow from the experts that were chosen"
+    assert (experts is None) == (config.moe is None), "a mixture's bytes need the chosen experts"
     sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
     trunk = {name: size for name, size in sizes.items() if name.startswith(("model.layers.", "model.norm."))}
     mtp = {name: size for name, size in sizes.items() if name.startswith("mtp.")}
@@ -101,7 +100,7 @@ def step_bytes(
 
 
 def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
-    """Of every parameter, by canonical name, as a GPU holds it."""
+    """Bytes of every parameter on a GPU, by canonical name."""
     scaled = names_in_fp8(config, fp8_drafts=fp8_drafts)
     return {
         name: weight_bytes(shape, parameter_dtype(name, dtype), fp8=name in scaled)
@@ -110,13 +109,13 @@ def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool 
 
 
 def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:
-    """Parameters in 8 bits: the checkpoint's, and with fp8_drafts the MTP layer's too."""
+    """Parameters in 8 bits: the checkpoint's, and with fp8_drafts also the MTP layer's."""
     drafts = [name for name in parameter_shapes(config) if name.startswith("mtp.") and is_convertible(name)]
     return quantized_names(config).union(drafts if fp8_drafts else ())
 
 
 def weight_bytes(shape: tuple[int, ...], dtype: torch.dtype, *, fp8: bool) -> int:
-    """Of a tensor, or of values in 8 bits with their multipliers."""
+    """Bytes of a tensor, or of 8-bit values with their scales."""
     if not fp8:
         return math.prod(shape) * dtype.itemsize
     *stack, num_rows, depth = shape
@@ -125,5 +124,5 @@ def weight_bytes(shape: tuple[int, ...], dtype: torch.dtype, *, fp8: bool) -> in
 
 
 def routed_bytes(sizes: dict[str, int]) -> int:
-    """Of all routed experts among these parameters."""
+    """Bytes of all routed experts among these parameters."""
     return sum(size for name, size in sizes.items() if ROUTED in name)

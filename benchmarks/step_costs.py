@@ -1,10 +1,11 @@
-"""What the parts of a step take: `python -m benchmarks.step_costs --models 4B 27B-FP8 --json FILE`.
+"""Time prefill passes and decode steps: `python -m benchmarks.step_costs --models 4B 27B-FP8 --json FILE`.
 
-Prompt passes of many sizes, behind many contexts, of one sequence and of several; decode steps of many batches and
-contexts. Each is a step of the engine's own loop, timed by the device's events, as its own pace hears of it, on models
-of published shapes with made-up weights and contexts.
+Prefill passes have many sizes and contexts, with one or several sequences; decode steps have many batch sizes and
+contexts. Each is a step of the engine's own loop, timed by the device's events as reported to the engine's pace, on
+models of published shapes with random weights and contexts.
 
-`python -m benchmarks.fit_costs FILE` turns the samples into the constants of dry runs (agentspec/simulated_costs.json).
+`python -m benchmarks.fit_costs FILE` fits the constants of dry runs (agentspec/simulate/model_costs.json) to the
+samples.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ JOINS = (1, 2, 4, 8)
 WARM_UPS, REPEATS = 2, 3
 _STEPS_AROUND = 2
 STEPS = 24
-"""Decode steps of each batch and context; the first quarter isn't counted."""
+"""Number of decode steps for each batch and context; the first quarter isn't counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One kind of step. Seconds are medians."""
+    """Measurements of one kind of step. Seconds are medians."""
 
     chunks: list[tuple[int, int]]
     """(start, tokens) of each."""
@@ -62,11 +63,12 @@ class Sample:
     prefill_seconds: float
     decode_seconds: float
     whole_seconds: float
-    """From the end of the step before to the end of this one, by the host's clock, where both were launched ahead."""
+    """Time from the end of the previous step to the end of this one, by the host's clock, if both were launched
+    ahead."""
 
 
 class RecordingPace(FixedPace):
-    """A fixed budget, and what it hears."""
+    """A pace with a fixed budget that records the reported times."""
 
     def __init__(self, budget: int, *, block_tokens: int) -> None:
         super().__init__(budget, block_tokens=block_tokens)
@@ -89,7 +91,7 @@ class Measured:
     passes: list[Sample] = field(default_factory=list)
     steps: list[Sample] = field(default_factory=list)
     joins: list[tuple[int, float]] = field(default_factory=list)
-    """(requests, seconds): what a step in which so many take their first step takes beside its chunks and windows."""
+    """(requests, seconds): additional time of a step in which that many requests take their first step."""
 
 
 def measure(name: str, device: torch.device, *, slots: int, longest: int, others: int) -> Measured:
@@ -132,7 +134,7 @@ def _steps(slots: int, others: int) -> Iterator[tuple[int, int]]:
 
 
 def _pass(engine: PromptEngine, pace: RecordingPace, count: int, context: int, spans: int) -> Sample:
-    """`spans` prompts of `count` new tokens behind contexts of their own, in one pass."""
+    """Measure one pass over `spans` prompts of `count` new tokens, each after its own context."""
     words = Words(count + context + spans, engine.model.spec.num_real_tokens)
     contexts = [words(context) for _ in range(spans)]
     for known in contexts if context else ():
@@ -153,7 +155,7 @@ def _pass(engine: PromptEngine, pace: RecordingPace, count: int, context: int, s
 
 
 def _decode(engine: PromptEngine, pace: RecordingPace, batch: int, context: int) -> Sample:
-    """`batch` streams, each behind a context of its own."""
+    """Measure decode steps of `batch` streams, each after its own context."""
     words = Words(batch * 7 + context, engine.model.spec.num_real_tokens)
     contexts = [words(context) for _ in range(batch)]
     for known in contexts:
@@ -176,8 +178,7 @@ def _decode(engine: PromptEngine, pace: RecordingPace, batch: int, context: int)
 
 
 def _join(engine: PromptEngine, pace: RecordingPace, count: int) -> float:
-    """What a step with `count` first steps takes beside its chunks and windows. Two streams run, so that it is launched
-    ahead."""
+    """Measure the additional time of a step with `count` first steps. Two streams run, so that it is launched ahead."""
     words = Words(count, engine.model.spec.num_real_tokens)
     streams = [engine.submit(words(64), max_tokens=800) for _ in range(2)]
     while len(streams[0].arrivals) < 8 or len(streams[1].arrivals) < 8:
@@ -191,7 +192,7 @@ def _join(engine: PromptEngine, pace: RecordingPace, count: int) -> float:
         while not all(answer.is_over for answer in newcomers) or len(pace.heard) < 4 * _STEPS_AROUND:
             engine.step()
         place = next(place for place, (_, times) in enumerate(pace.heard) if times.chunks)
-        # The host launches first steps one kernel at a time and may read the step before them late; those around it are
+        # The host launches first steps kernel by kernel and may read the previous step late; the steps around it are
         # read when they are done.
         around = pace.heard[place - _STEPS_AROUND : place + _STEPS_AROUND + 1]
         parts = sum(times.prefill_seconds + times.decode_seconds for _, times in around[1:])

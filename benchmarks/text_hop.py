@@ -1,8 +1,8 @@
-"""What it costs to have prompts built in a process of their own: `python -m benchmarks.text_hop`.
+"""Overhead of building prompts in a separate process: `python -m benchmarks.text_hop`.
 
-Nothing is built: both ways hand out prompts that were built before, so that what is left is the way of the messages
-there and of the ids back. The text process is that of `serve`, asked as `serve` asks it; the other way is the thread of
-an engine that is somebody's library. They take turns in one program, and every prompt of one equals that of the other.
+Both variants return prompts that were built before, so only the transfer of messages and ids is measured. One variant
+is the text process of `serve`, called as in `serve`; the other one is a thread, as in an embedded engine. They run
+alternately in one program, and their prompts must be equal.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.first_token import source_text
 CHILD = ("-m", "benchmarks.text_hop", "--child")
 SECONDS = 30
 SIZES = {"a short prompt": (1, 20), "50 KB of messages": (25, 50_000), "100 KB of messages": (50, 100_000)}
-"""Messages, and their bytes together."""
+"""Number of messages, and their total bytes."""
 
 
 class Prepared(PromptBuilder):
-    """Builds each conversation once; they differ in their number of messages."""
+    """Builds each conversation once; conversations differ in their number of messages."""
 
     def __init__(self, *parts: Any, **settings: Any) -> None:
         super().__init__(*parts, **settings)
@@ -60,7 +60,8 @@ async def measured(times: int) -> None:
     }
     rng = random.Random(1)
     print(
-        "| ms | tokens | process: least | p25 | median | thread: least | p25 | median |\n|---|---|---|---|---|---|---|---|"
+        "| ms | tokens | process: least | p25 | median | thread: least | p25 | median |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for name, (count, size) in SIZES.items():
         asked = PromptAsk(

@@ -1,6 +1,7 @@
-"""A host tier's copies on a virtual clock: step_loop.Copier of a dry run. Each direction carries out one order after
-the other, at a fixed rate, beside the steps; orders to the host wait for those to the device (cache/host_tier.py).
-Nothing is copied.
+"""A host tier's copies on a virtual clock, as step_loop.Copier of a dry run.
+
+Each direction executes orders in sequence at a fixed rate, in parallel to steps. Orders to the host wait for those to
+the device (cache/host_tier.py). Nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _TOKENS_PER_ROW = 8192
 
 
 def host_memory(gib: float, costs: ModelCosts) -> HostMemory:
-    """So many GiB, with a row for every 8,192 tokens."""
+    """Memory of the given GiB, with one row for every 8,192 tokens."""
     num_rows = int(gib * 2**30 / (_TOKENS_PER_ROW * costs.kv_bytes_per_token + costs.row_bytes))
     return HostMemory(num_rows=num_rows, num_pages=num_rows * _TOKENS_PER_ROW // BLOCK_TOKENS)
 
 
 class TimedCopies:
-    """Copies that take their bytes' time."""
+    """Simulated copies whose time is proportional to their bytes."""
 
     def __init__(self, clock: VirtualClock, costs: ModelCosts, bytes_per_second: float) -> None:
         self._clock = clock
@@ -39,8 +40,8 @@ class TimedCopies:
             self._to_host.add(order, max(self._clock.now, self._to_device.free_at), self._seconds(order))
 
     def poll(self) -> tuple[int, int]:
-        """Numbers of the last orders that are done by now, to the host and to the device. Where nothing else has moved
-        the clock since the last poll, it goes on to the next order's end."""
+        """Numbers of the last finished orders to the host and to the device. If the clock hasn't moved since the last
+        poll, it advances to the end of the next order."""
         ends = [lane.orders[0][0] for lane in (self._to_host, self._to_device) if lane.orders]
         if ends and self._clock.now == self._polled_at:
             self._clock.now = max(self._clock.now, min(ends))
@@ -54,7 +55,7 @@ class TimedCopies:
 class _Lane:
     def __init__(self) -> None:
         self.orders: deque[tuple[float, int]] = deque()
-        """When each will have been carried out, and its number."""
+        """End time and number of each order."""
         self.free_at = 0.0
         self._num_done = 0
 

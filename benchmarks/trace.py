@@ -1,6 +1,6 @@
-"""What the GPU ran, and when it ran nothing: kernels of some steps as torch's profiler saw them.
+"""Kernels and idle times of some steps, as recorded by torch's profiler.
 
-Tracing slows small kernels down, so nothing here goes into a timing: idle time of the traced steps is an upper bound.
+Tracing slows small kernels down, so these times aren't used as measurements: the idle time is an upper bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of a trace's events that occupy the device."""
+"""Categories of trace events that occupy the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +47,21 @@ class Timeline:
 
     @property
     def busy_ms(self) -> float:
-        """A step's time in which at least one kernel ran."""
+        """Time per step in which at least one kernel ran."""
         return sum(end - start for start, end in _spans(self.kernels)) / self.num_steps / 1e3
 
     @property
     def step_ms(self) -> float:
-        """A traced step, from the first kernel's start to the last one's end."""
+        """Time per traced step, from the first kernel's start to the last one's end."""
         return (max(kernel.end for kernel in self.kernels) - self.kernels[0].start) / self.num_steps / 1e3
 
     @property
     def idle_share(self) -> float:
-        """Of the traced time."""
+        """Idle share of the traced time."""
         return 1 - self.busy_ms / self.step_ms
 
     def last_step(self) -> list[Kernel]:
-        """The kernels of the last of equal steps."""
+        """The kernels of the last step, for steps with equal numbers of kernels."""
         return self.kernels[-round(self.kernels_a_step) :]
 
 
@@ -79,7 +79,7 @@ def record(step: Callable[[], object], num_steps: int) -> Timeline:
 
 
 def timeline(trace: Mapping[str, Any], num_steps: int) -> Timeline:
-    """From a trace in Chrome's format. Raises ValueError if nothing in it ran on a GPU."""
+    """Read a trace in Chrome's format. Raises ValueError if it contains no GPU work."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_THE_GPU]
     if not events:
         raise ValueError("the trace holds no kernel: the profiler saw nothing run on a GPU")
@@ -107,8 +107,7 @@ def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
 
 
 def beside(timeline: Timeline, is_one: Callable[[str], bool]) -> dict[str, float]:
-    """Microseconds a step in which each other kernel ran while one of those that are asked for by name did, most
-    first."""
+    """Microseconds per step in which each other kernel overlapped one of the named kernels, in descending order."""
     spans = _spans(kernel for kernel in timeline.kernels if is_one(kernel.name))
     found: dict[str, float] = {}
     for kernel in timeline.kernels:
@@ -131,13 +130,13 @@ class KernelShare:
     name: str
     calls: int = 0
     covered_us: float = 0.0
-    """What no earlier kernel's time covers, so that all shares together are the busy time."""
+    """Time that no earlier kernel covers, so that the sum over all kernels is the busy time."""
     gap_us: float = 0.0
     """Idle time right before its calls."""
 
 
 def by_name(timeline: Timeline) -> list[KernelShare]:
-    """Per kernel name, dearest first; gaps count with the kernel behind them."""
+    """Sums by kernel name, in descending order of time; a gap counts for the kernel after it."""
     shares: dict[str, KernelShare] = {}
     reached = timeline.kernels[0].start
     for kernel in timeline.kernels:

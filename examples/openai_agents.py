@@ -25,7 +25,7 @@ from examples import orders
 
 
 async def session(client: AsyncOpenAI, model: str, *, stream: bool, responses: bool = True) -> list[RunResultBase]:
-    """Two user turns; returns both results. `responses`: by /v1/responses, else by /v1/chat/completions."""
+    """Two user turns; returns both results. `responses`: with /v1/responses, else with /v1/chat/completions."""
     set_tracing_disabled(True)
     agent = Agent(
         name="Clerk",

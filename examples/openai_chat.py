@@ -37,7 +37,7 @@ async def _whole(client: AsyncOpenAI, model: str, messages: list[Any]) -> dict[s
 
 
 async def _streamed(client: AsyncOpenAI, model: str, messages: list[Any]) -> dict[str, Any]:
-    """The SDK puts the deltas together."""
+    """The SDK joins the deltas."""
     async with client.chat.completions.stream(
         model=model, messages=messages, tools=orders.OPENAI_TOOLS, temperature=0
     ) as stream:

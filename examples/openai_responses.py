@@ -1,4 +1,4 @@
-"""The openai package, responses: the server keeps the conversation, each request names the one before it.
+"""The openai package, responses: the server keeps the conversation, each request refers to the one before it.
 
 python -m examples.openai_responses
 """

@@ -1,4 +1,4 @@
-"""The tools of all examples: two functions over a few orders, as any program has them."""
+"""The tools of all examples: two ordinary functions over a few orders."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ OPENAI_TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": text, "parameters": _PARAMETERS}}
     for name, text in DESCRIPTIONS.items()
 ]
-"""As /v1/chat/completions takes them."""
+"""In the format of /v1/chat/completions."""
 RESPONSES_TOOLS: Any = [
     {"type": "function", "name": name, "description": text, "parameters": _PARAMETERS, "strict": False}
     for name, text in DESCRIPTIONS.items()
 ]
-"""As /v1/responses takes them."""
+"""In the format of /v1/responses."""
 ANTHROPIC_TOOLS: Any = [
     {"name": name, "description": text, "input_schema": _PARAMETERS} for name, text in DESCRIPTIONS.items()
 ]
-"""As /v1/messages takes them."""
+"""In the format of /v1/messages."""
 
 
 def call(name: str, arguments: dict[str, Any]) -> str:

@@ -3,10 +3,10 @@
     python -m scripts.architecture            # write the picture
     python -m scripts.architecture --counts   # print the exact numbers instead
 
-Rooms and rules are those of tests/test_architecture.py, which reads the sources; tests/test_architecture_picture.py
-compares the picture in the docs with what this program would write. Numbers in the picture are coarse (three widths,
-half thousands of lines), so that it stays true for a while. The package's own `__init__`, which loads the public names
-late, and `__main__` are no rooms and are left out.
+Rooms and rules are those of tests/test_architecture.py. tests/test_architecture_picture.py compares the picture in the
+docs with the output of this program. Numbers in the picture are coarse (three widths, half thousands of lines), so that
+it rarely changes. The package's `__init__`, which loads the public names late, and `__main__` aren't rooms and are left
+out.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ COLUMN: dict[str, float] = {
     "text": 3,
     "replay": 4,
 }
-"""Where a room stands from left to right, chosen for the eye. How high it stands follows from its imports."""
+"""Horizontal position of each room, chosen by hand. The vertical position follows from its imports."""
 
 FEW, SEVERAL = 3, 12
-"""Up to so many importing modules: a thin line, a thicker one."""
+"""Maximum number of importing modules for a thin line, and for a medium one."""
 
 CELL_WIDTH, CELL_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 192, 132, 176, 98
 BASE_HEIGHT = 52
@@ -53,15 +53,15 @@ GRID_LEFT, GRID_STEP = 110, 30
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What the sources say."""
+    """Facts from the sources."""
 
     num_importing: dict[tuple[str, str], int]
-    """(room, imported room) -> modules of the first that import something of the second; pairs without any are left
+    """(room, imported room) -> number of modules of the first that import the second; pairs without any are left
     out."""
     num_lines: dict[str, int]
     """Lines of code by room."""
     about: dict[str, str]
-    """What a room owns: the first sentence of its docstring."""
+    """Description of a room: the first sentence of its docstring."""
 
     def imported_by(self, room: str) -> set[str]:
         return {target for source, target in self.num_importing if source == room}
@@ -80,7 +80,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An arrow down, from one box to the upper edge of another."""
+    """An arrow from one box down to the upper edge of another one."""
 
     x1: float
     y1: float
@@ -91,7 +91,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One cell of the table: weight 0 where a room may import another one and doesn't."""
+    """One cell of the table. Weight 0: the import is allowed but unused."""
 
     x: float
     y: float
@@ -100,7 +100,7 @@ class Mark:
 
 
 def place_of(module: str) -> str | None:
-    """The room of a module, BASE for the loose ones, None for what is left out."""
+    """The room of a module; BASE for loose modules, None for modules that are left out."""
     room = module.partition(".")[0]
     if room in ROOMS:
         return room
@@ -123,7 +123,8 @@ def survey() -> House:
     missing = [room for room, text in about.items() if not text]
     if missing or set(COLUMN) != set(ROOMS):
         raise SystemExit(
-            f"{missing or sorted(set(COLUMN) ^ set(ROOMS))}: each room has a docstring in its __init__.py, and a place in COLUMN"
+            f"{missing or sorted(set(COLUMN) ^ set(ROOMS))}: each room has a docstring in its __init__.py, and a "
+            f"place in COLUMN"
         )
     return House(
         num_importing={pair: len(names) for pair, names in sorted(importing.items())},
@@ -133,7 +134,7 @@ def survey() -> House:
 
 
 def levels(house: House) -> dict[str, int]:
-    """How many rooms stand below a room on the longest way down; the foundation's is 0."""
+    """Length of the longest chain of imports from each room down to the foundation, whose level is 0."""
 
     @cache
     def level(room: str) -> int:
@@ -143,7 +144,8 @@ def levels(house: House) -> dict[str, int]:
 
 
 def direct(house: House) -> list[tuple[str, str]]:
-    """The imports between rooms that no way over a third room stands for: those that are drawn as arrows."""
+    """The imports between rooms that no chain over other rooms implies (transitive reduction): these are drawn as
+    arrows."""
 
     @cache
     def below(room: str) -> frozenset[str]:
@@ -169,8 +171,8 @@ def size(num_lines: int) -> str:
 
 
 def arrows(house: House, boxes: dict[str, Box]) -> list[Line]:
-    """To the next level from a box's lower edge, further down from its side, so that no box is crossed; side by side
-    into the upper edge."""
+    """Arrows to the next level start at the lower edge, longer ones at the side, so that none crosses a box. They end
+    at distinct points of the upper edge."""
     pairs = direct(house)
     lines = []
     for room, target in pairs:
@@ -202,7 +204,7 @@ def marks(house: House, rows: list[str], columns: list[str], top: float) -> list
 
 
 def picture() -> str:
-    """The whole SVG. The same sources give the same bytes."""
+    """The whole SVG. Deterministic for the same sources."""
     house = survey()
     level = levels(house)
     highest = max(level.values())

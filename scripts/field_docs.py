@@ -1,6 +1,6 @@
-"""Prints the tables of fields into docs/api.md, between its markers: `python -m scripts.field_docs`.
+"""Writes the tables of fields into docs/api.md, between its markers: `python -m scripts.field_docs`.
 
-What the server does with a field is said once, in agentspec/server/tables; a test holds the page against it.
+agentspec/server/tables is the only source of these tables; a test compares the page with it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TABLES = {
 
 
 def printed(page: str) -> str:
-    """The page with what stands between its markers made anew. Raises ValueError when a table has no markers, or more
-    than one pair."""
+    """Replace the text between the page's markers. Raises ValueError when a table has no markers, or more than one
+    pair."""
     for name, table in TABLES.items():
         begin, end = f"<!-- fields of {name} -->", f"<!-- end of fields of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)

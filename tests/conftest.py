@@ -1,5 +1,5 @@
-"""Shared test set-up: two cores are for the runner, so torch computes on one thread in each process, those that tests
-start included. Kernels without a GPU are interpreted."""
+"""Shared test set-up. Torch uses one thread in each process, also in those that tests start, because pytest runs two
+workers on two cores. Without a GPU, Triton kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides at its first import, which some test module makes.
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this at its first import, in some test module.
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, if this machine has one."""
+    """A running Chromium; skips the test on machines without one."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")

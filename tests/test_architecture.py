@@ -1,8 +1,7 @@
-"""The rules of the house, read from the sources: who may import whom, how big things get, and that the documents tell
-the truth.
+"""Rules of the code base, checked on the sources: allowed imports, size limits, and claims in the documents.
 
-Nothing of agentspec is imported here, so the rules hold for modules that need a GPU or an optional package too. A
-failure says which line breaks which rule and what to do about it.
+The tests parse the sources and import nothing of agentspec, so they also cover modules that need a GPU or an optional
+package. A failure names the line, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentspec"
 
 FOUNDATION = ("errors", "types", "config", "wire", "files", "fair_queue")
-"""Loose modules, and all of them. Everything may import them; they import nothing but each other."""
+"""All loose modules. Every module may import them; they import only each other."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "text": FOUNDATION,
@@ -35,11 +34,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mtp": (*FOUNDATION, "models"),
     "runtime": (*FOUNDATION, "text", "kernels", "models", "cache", "mtp"),
     "engine": (*FOUNDATION, "text", "kernels", "models", "cache", "mtp", "runtime", "server"),
-    "simulate": (*FOUNDATION, "cache", "mtp", "runtime", "replay"),
+    "simulate": (*FOUNDATION, "cache", "mtp", "runtime"),
     "commands": (
         "__init__",
         *FOUNDATION,
-        "text",
         "kernels",
         "models",
         "replay",
@@ -52,10 +50,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
 """What each room may import besides itself."""
 
 PUBLIC_NAMES = ("config", "engine.in_process", "errors", "types", "wire")
-"""Whose names the package exports."""
+"""Modules whose names the package exports."""
 
 ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "engine.bundled", "engine.settings")
-"""What an engine is made of. Its own process loads no server."""
+"""Rooms that an engine consists of. Its process loads no server."""
 
 NARROW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
@@ -74,9 +72,10 @@ NARROW: dict[str, tuple[str, ...]] = {
     "engine.process": (*ENGINE_ROOMS, "engine.assembly", "engine.link", "engine.thread"),
     "simulate.model_costs": FOUNDATION,
     "commands.config_file": FOUNDATION,
-    "commands.cli": ("__init__", *FOUNDATION, "replay", "commands.config_file"),
+    "commands.flags": FOUNDATION,
+    "commands.cli": ("__init__", *FOUNDATION, "replay", "commands.config_file", "commands.flags"),
 }
-"""Modules that may import less than their room, or that lie in none."""
+"""Modules that may import less than their room, or that are in no room."""
 
 TORCH_FREE = (
     *FOUNDATION,
@@ -90,6 +89,7 @@ TORCH_FREE = (
     "engine.remote_text",
     "commands.cli",
     "commands.config_file",
+    "commands.flags",
     "commands.serve",
     "commands.replay",
     "simulate",
@@ -110,13 +110,20 @@ TORCH_FREE = (
     "runtime.scheduler",
     "runtime.step_loop",
 )
-"""Rooms and modules that load without torch, whatever they import in turn."""
+"""Rooms and modules that must not import torch, directly or indirectly."""
 
 ONLY_IN = {"triton": "kernels", "flashinfer": "kernels", "xgrammar": "runtime.grammar"}
-"""Packages that one place alone may import."""
+"""Optional packages, and the only place that may import each."""
 
 LATE_LOADERS = {("__init__", "__getattr__"), ("commands.cli", "_load"), ("kernels", "backend"), ("kernels", "compiler")}
-"""Functions that may import a module late: commands load what they need, and Triton is needed where there is CUDA."""
+"""Functions that may import a module late: commands load their dependencies, and Triton needs CUDA."""
+
+ENGINE_FLAG_FUNCTIONS = (
+    "add_engine_arguments",
+    "_add_draft_arguments",
+    "_add_limit_arguments",
+)
+"""Functions of commands/flags.py that add engine flags."""
 
 ENGINE_FLAGS = {
     "--model",
@@ -141,22 +148,20 @@ ENGINE_FLAGS = {
     "--force-acceptance",
     "--allow-forced-output",
 }
-"""The flags of `serve` and `replay` that shape the engine. A new one is a decision of its own: it must be documented,
-tested and kept for good."""
+"""The engine flags of `serve`, `warm` and `replay`. A new flag must be documented, tested and supported for good."""
 
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-"""Of the body: a signature with a line for each argument is read as a table."""
+"""Lines of the body. The signature doesn't count, because it may have a line for each argument."""
 MAX_PACKAGE_LINES = 31_200
-"""Lines that hold code. Docstrings, comments and blank lines don't count: nobody should save on those to stay below a
-cap."""
+"""Logical lines of code. Docstrings, comments and blank lines don't count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
     name: str
-    """Dotted, without the leading `agentspec.`; a package by its own name, the top one as `__init__`."""
+    """Dotted, without the leading `agentspec.`; the top-level package is `__init__`."""
     path: Path
     source: str
     tree: ast.Module
@@ -172,12 +177,12 @@ class Module:
 @dataclass(frozen=True, kw_only=True)
 class Import:
     target: str
-    """Dotted, as written after resolving relative imports and names that are modules."""
+    """Dotted path of the imported module, or of the package for names that aren't modules."""
     line: int
     function: str | None
-    """The function around it; None at the top of the module."""
+    """The enclosing function; None at module level."""
     for_types_only: bool
-    """Under `if TYPE_CHECKING`."""
+    """Whether it is under `if TYPE_CHECKING`."""
 
 
 def module_name(path: Path) -> str:
@@ -207,7 +212,7 @@ def documents() -> list[Path]:
 
 
 def imports_of(tree: ast.Module) -> list[Import]:
-    """Every import of a module, late and typing-only ones included."""
+    """All imports of a module, including late and typing-only ones."""
     found: list[Import] = []
 
     def visit(node: ast.AST, function: str | None, for_types_only: bool) -> None:
@@ -249,8 +254,8 @@ def inner(target: str) -> str | None:
 
 
 def inner_imports(name: str, *, with_packages: bool = False) -> Iterator[tuple[str, Import]]:
-    """(imported module, import) for what agentspec's module `name` imports of agentspec. with_packages: and the
-    packages on the way there."""
+    """(imported module, import) for each import of agentspec's modules by module `name`. with_packages: also the
+    packages above each imported module."""
     for found in imports_by_module()[name]:
         target = inner(found.target)
         if target is None:
@@ -262,7 +267,7 @@ def inner_imports(name: str, *, with_packages: bool = False) -> Iterator[tuple[s
 
 
 def packages_above(name: str) -> list[str]:
-    """The packages that Python runs before it runs a module."""
+    """The packages that Python imports before a module."""
     parts = name.split(".")
     return ["__init__", *(".".join(parts[:depth]) for depth in range(1, len(parts)))]
 
@@ -276,13 +281,13 @@ def report(rule: str, failures: list[str]) -> None:
         pytest.fail(rule + "\n  " + "\n  ".join(failures), pytrace=False)
 
 
-def test_the_scan_sees_the_package() -> None:
+def test_every_module_belongs_to_a_room_or_to_the_foundation() -> None:
     assert set(FOUNDATION) <= set(modules())
     assert {module.room for module in modules().values() if "." in module.name} <= set(ROOMS), (
         "a new room needs its place in ROOMS"
     )
     loose = {name for name, module in modules().items() if module.path.parent == PACKAGE}
-    assert loose <= {"__init__", "__main__", *FOUNDATION}, "a module lies in a room; loose ones are the foundation"
+    assert loose <= {"__init__", "__main__", *FOUNDATION}, "every module is in a room, except the foundation"
 
 
 def test_imports_are_absolute() -> None:
@@ -293,12 +298,12 @@ def test_imports_are_absolute() -> None:
         if found.target.startswith(".")
     ]
     report(
-        "Imports name the whole path, so that a reader and these tests see where they lead. Write agentspec.…:",
+        "Imports must name the full path. Write agentspec.…:",
         failures,
     )
 
 
-def test_imports_point_one_way() -> None:
+def test_rooms_import_only_what_they_may() -> None:
     failures = []
     for name, module in modules().items():
         if name == "__main__":
@@ -307,10 +312,12 @@ def test_imports_point_one_way() -> None:
         for target, found in inner_imports(name):
             if not lies_in(target, allowed):
                 failures.append(
-                    f"{module.at(found.line)} imports agentspec.{target}; {name} may import {', '.join(allowed) or 'nothing'}"
+                    f"{module.at(found.line)} imports agentspec.{target}; "
+                    f"{name} may import {', '.join(allowed) or 'nothing'}"
                 )
     report(
-        "Imports point one way (docs/design.md). Move the shared part down, or pass it in as an argument or a Protocol:",
+        "An import breaks the order of rooms (docs/design.md). Move the shared part down, or pass it in as an argument "
+        "or a Protocol:",
         failures,
     )
 
@@ -335,7 +342,7 @@ def test_no_import_cycles() -> None:
 
     for name in graph:
         walk(name, [])
-    report("Modules import each other in a circle. Move what both need into a third module:", failures)
+    report("Modules import each other in a cycle. Move the shared part into a third module:", failures)
 
 
 def test_no_late_imports() -> None:
@@ -361,14 +368,14 @@ def test_no_late_imports() -> None:
         ]
     loaders = ", ".join(".".join(loader) for loader in sorted(LATE_LOADERS))
     report(
-        f"Imports of agentspec stand at the top of a module; only {loaders} load late. Move the import up, or break the cycle:",
+        f"Imports of agentspec must be at the top of a module; only {loaders} load late. "
+        "Move the import up, or break the cycle:",
         failures,
     )
 
 
 def way_to_torch(name: str) -> str | None:
-    """The shortest chain of imports from a module to torch, package __init__ files included; None when there is
-    none."""
+    """The shortest chain of imports from a module to torch, including package __init__ files; None if there is none."""
     trail: dict[str, str] = {
         start: f"agentspec.{start}" for start in (name, *packages_above(name)) if start in modules()
     }
@@ -385,16 +392,16 @@ def way_to_torch(name: str) -> str | None:
     return None
 
 
-def test_torch_stays_out_of_pure_modules() -> None:
+def test_torch_free_modules_do_not_import_torch() -> None:
     failures = [way for name in modules() if lies_in(name, TORCH_FREE) and (way := way_to_torch(name))]
     report(
-        "These modules decide or translate, and must load where torch isn't installed. Move the tensor work to its own module:",
+        "These modules must load where torch isn't installed. Move the tensor work to its own module:",
         failures,
     )
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_optional_packages_have_one_door(package: str) -> None:
+def test_optional_packages_are_imported_in_one_place_only(package: str) -> None:
     failures = [
         f"{module.at(found.line)} imports {found.target}"
         for name, module in modules().items()
@@ -404,14 +411,14 @@ def test_optional_packages_have_one_door(package: str) -> None:
     report(f"Only agentspec/{ONLY_IN[package].replace('.', '/')} imports {package}. Call it through there:", failures)
 
 
-def test_workloads_import_nothing_of_the_engine() -> None:
+def test_workloads_do_not_import_agentspec() -> None:
     failures = []
     for path in sorted((ROOT / "workloads").rglob("*.py")):
         for found in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
             if found.target.partition(".")[0] == "agentspec":
                 failures.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.target}")
     report(
-        "workloads/ speaks files and HTTP only, so that it measures any server. Write what you need there again:",
+        "workloads/ may use only files and HTTP, so that it works with any server. Copy the code that it needs:",
         failures,
     )
 
@@ -422,7 +429,7 @@ def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
             yield node
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_are_below_their_caps() -> None:
     failures = []
     for module in modules().values():
         lines = module.source.count("\n")
@@ -433,14 +440,15 @@ def test_files_and_functions_stay_small() -> None:
             length = (function.end_lineno or function.lineno) - function.body[0].lineno + 1
             if length > MAX_FUNCTION_LINES:
                 failures.append(
-                    f"{module.at(function.lineno)} {function.name}() has {length} lines, the cap is {MAX_FUNCTION_LINES}"
+                    f"{module.at(function.lineno)} {function.name}() has {length} lines, "
+                    f"the cap is {MAX_FUNCTION_LINES}"
                 )
-    report("Too long to read at once. Split it along what it owns:", failures)
+    report("Too long. Split it by responsibility:", failures)
 
 
 def code_lines(module: Module) -> int:
-    """Logical lines of code: a statement, or the head of a compound one, counts once however it is wrapped. Docstrings
-    don't count, nor do comments and blank lines: nobody should save on those to stay below a cap."""
+    """Logical lines of code: a statement, or the header of a compound statement, counts once, however it is wrapped.
+    Docstrings, comments and blank lines don't count, so that they aren't removed to stay below a cap."""
     tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
     docstrings = sum(
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
@@ -449,52 +457,53 @@ def code_lines(module: Module) -> int:
     return sum(token.type == tokenize.NEWLINE for token in tokens) - docstrings
 
 
-def test_the_package_stays_small() -> None:
+def test_the_package_is_below_its_line_cap() -> None:
     rooms: Counter[str] = Counter()
     for module in modules().values():
         rooms[module.room if "." in module.name or module.room in ROOMS else "top level"] += code_lines(module)
     if rooms.total() > MAX_PACKAGE_LINES:
         cap = f"{MAX_PACKAGE_LINES:,}"
         report(
-            f"agentspec/ has {rooms.total():,} lines of code, the cap is {cap}. Remove something, or raise the cap in a commit of its own:",
+            f"agentspec/ has {rooms.total():,} lines of code, the cap is {cap}. Remove code, or raise the cap in a "
+            "separate commit:",
             [f"{lines:6,} {room}" for room, lines in rooms.most_common()],
         )
 
 
-def test_every_module_says_what_it_owns() -> None:
+def test_every_module_has_a_docstring() -> None:
     failures = [
         str(module.path.relative_to(ROOT))
         for module in modules().values()
         if module.source.strip() and not (ast.get_docstring(module.tree) or "").strip()
     ]
     report(
-        "A module opens with a docstring: what it owns, and what it must not know (an empty __init__.py needs none):",
+        "A module starts with a docstring: its responsibility and its limits (an empty __init__.py needs none):",
         failures,
     )
 
 
-def test_the_exception_tree_is_drawn() -> None:
+def test_the_docstring_of_errors_draws_every_exception() -> None:
     tree = modules()["errors"].tree
     drawn = re.findall(r"^ *[│├└─ ]*(\w+(?:Error))\b", ast.get_docstring(tree) or "", re.MULTILINE)
     defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert sorted(drawn) == sorted(defined), (
-        "draw every public exception of agentspec/errors.py, and nothing else, in its module docstring"
+        "the module docstring of agentspec/errors.py must draw exactly its public exceptions"
     )
 
 
 def test_the_engine_flags_are_frozen() -> None:
-    (function,) = [
-        function for function in functions_of(modules()["commands.cli"].tree) if function.name == "add_engine_arguments"
-    ]
     flags = {
         argument.value
+        for function in functions_of(modules()["commands.flags"].tree)
+        if function.name in ENGINE_FLAG_FUNCTIONS
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".add_argument", "_add_number"))
         for argument in node.args
         if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
     }
     assert flags == ENGINE_FLAGS, (
-        "the engine's flags changed: update ENGINE_FLAGS, README.md and CHANGELOG.md in the same commit, or take the change back"
+        "the engine's flags changed: update ENGINE_FLAGS, README.md and CHANGELOG.md in the same commit, "
+        "or revert the change"
     )
 
 
@@ -505,9 +514,7 @@ DEVELOPER_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data)/\w"
 @pytest.mark.parametrize(
     ("pattern", "rule"),
     [
-        pytest.param(
-            UNOWNED_MARK, "A mark for later names its issue, as in TO" + "DO(#12), or isn't there:", id="unowned-marks"
-        ),
+        pytest.param(UNOWNED_MARK, "A mark for later must name its issue, as in TO" + "DO(#12):", id="unowned-marks"),
         pytest.param(
             DEVELOPER_PATH,
             "A path of one machine. Make it relative to the repository, or a flag:",
@@ -515,7 +522,7 @@ DEVELOPER_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data)/\w"
         ),
     ],
 )
-def test_sources_hold_no_leftovers(pattern: re.Pattern[str], rule: str) -> None:
+def test_sources_have_no_unowned_marks_and_no_developer_paths(pattern: re.Pattern[str], rule: str) -> None:
     files = [
         *python_files(),
         *documents(),
@@ -556,11 +563,11 @@ def test_links_in_documents_resolve() -> None:
                 anchor, re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             ):
                 failures.append(f"{path.relative_to(ROOT)} links to {link}, which has no such heading")
-    report("Links inside the documents must lead somewhere. Correct the link:", failures)
+    report("A link between documents is broken. Correct it:", failures)
 
 
 def test_documents_name_files_that_exist() -> None:
-    """A path in backquotes that starts like one of ours is a claim about the tree."""
+    """A path in backquotes under a folder of this repository must exist."""
     claim = re.compile(r"`((?:agentspec|tests|docs|workloads|benchmarks|scripts)/[\w./-]+)`")
     rooms = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]+\.py)`")
     failures = []
@@ -570,7 +577,7 @@ def test_documents_name_files_that_exist() -> None:
             (name, PACKAGE / name) for name in rooms.findall(text)
         ]
         failures += [f"{path.relative_to(ROOT)} names {name}" for name, target in claims if not target.exists()]
-    report("The documents name files that aren't in the tree. Correct the name, or say it without a path:", failures)
+    report("The documents name files that don't exist. Correct the name, or remove the path:", failures)
 
 
 def test_documents_name_make_targets_that_exist() -> None:

@@ -10,7 +10,7 @@ from tests.test_architecture import FOUNDATION, ROOMS
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_picture_is_of_this_code() -> None:
+def test_the_picture_is_up_to_date() -> None:
     assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.picture(), (
         "docs/architecture.svg is not what the code gives: run `python -m scripts.architecture` and look at it"
     )
@@ -24,7 +24,7 @@ def test_arrows_point_down() -> None:
         assert level[room] > level[target], f"{room} imports {target}"
 
 
-def test_arrows_and_ways_over_them_are_all_imports() -> None:
+def test_arrows_and_their_transitive_closure_cover_all_imports() -> None:
     """What is left out as an arrow can be reached over the arrows that are drawn."""
     house = architecture.survey()
     drawn = architecture.direct(house)
@@ -41,7 +41,7 @@ def test_arrows_and_ways_over_them_are_all_imports() -> None:
         }
 
 
-def test_every_room_and_every_loose_module_is_named() -> None:
+def test_the_picture_names_every_room_and_every_loose_module() -> None:
     root = ElementTree.fromstring(architecture.PICTURE.read_text(encoding="utf-8"))
     texts = {text.text for text in root.iter(f"{SVG}text")}
     assert {*ROOMS, architecture.BASE} <= texts

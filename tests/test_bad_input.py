@@ -1,5 +1,5 @@
-"""Bad input from the user's side: the command line says one line that names what is wrong and exits with 2; HTTP
-answers 400 and names the field."""
+"""Invalid input from users: the command line prints one line that names the fault and exits with 2; HTTP answers 400
+and names the field."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must fail; returns its one line."""
+    """Run a command that must fail; return its one line of error."""
     try:
         code = main(argv)
     except SystemExit as left:
@@ -68,13 +68,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return shown.err.removeprefix("agentspec: error: ").rstrip("\n")
 
 
-def test_an_empty_model_is_not_the_bundled_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_model_name_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["serve"], ["replay", trace], ["replay", trace, "--dry-run", "27b"]):
         assert refused(capsys, *command, "--model", "").startswith("model='': name a checkpoint directory")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere", "a/b/c"])
-def test_a_missing_model_directory(name: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_directory_is_refused(name: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{name!r}: no such directory" in refused(capsys, "replay", trace, "--model", name)
 
 
@@ -148,7 +148,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("damage", "words"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
-def test_a_damaged_checkpoint(
+def test_a_damaged_checkpoint_is_refused_with_the_fault_named(
     damage: Callable[[Path], object], words: list[str], broken: Path, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(broken)
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint(
     assert all(word in line for word in words), line
 
 
-def test_a_model_that_is_a_file(good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_a_file_is_refused(good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a file" in refused(capsys, "replay", trace, "--model", str(good / "config.json"))
 
 
@@ -205,18 +205,18 @@ BAD_FLAGS: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD_FLAGS, ids=[" ".join(case[0]) for case in BAD_FLAGS])
-def test_a_bad_engine_flag(
+def test_an_invalid_engine_flag_is_refused_by_name(
     flags: list[str], words: str, good: Path, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, "replay", trace, *([] if flags == ["--model"] else ["--model", str(good)]), *flags)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "device='cuda'" in refused(capsys, "replay", trace, "--model", str(good), "--device", "cuda")
 
 
-def test_drafts_without_an_mtp_head(headless: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_without_an_mtp_head_are_refused(headless: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "replay", trace, "--model", str(headless), "--draft-tokens", "2")
     assert "draft_tokens=2" in line
     assert "no MTP head" in line
@@ -226,7 +226,7 @@ def test_drafts_without_an_mtp_head(headless: Path, trace: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize("max_running", [1, 8])
-def test_too_little_memory_says_how_much_is_enough(
+def test_too_little_memory_reports_the_amount_needed(
     max_running: int, good: Path, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--model", str(good), "--max-running", str(max_running), "--memory")
@@ -243,12 +243,14 @@ BAD_FILES: list[tuple[str, bytes, list[str]]] = [
     ("no JSON", b'{"type": "meta", "schema": "agentspec.replay/1"}\n{"type": "session", \n', [":2: "]),
     (
         "a wrong type",
-        b'{"type": "session", "session_id": "a", "turns": [{"messages": [{"role": "user", "content": "x"}], "delay_ms": "soon"}]}\n',
+        b'{"type": "session", "session_id": "a", "turns": '
+        b'[{"messages": [{"role": "user", "content": "x"}], "delay_ms": "soon"}]}\n',
         [":1: ", "delay_ms"],
     ),
     (
         "an unknown key",
-        b'\n{"type": "session", "session_id": "a", "turns": [{"messages": [{"role": "user", "content": "x"}], "dealy_ms": 1}]}\n',
+        b'\n{"type": "session", "session_id": "a", "turns": '
+        b'[{"messages": [{"role": "user", "content": "x"}], "dealy_ms": 1}]}\n',
         [":2: ", "dealy_ms", "turns[0]"],
     ),
     ("no text", b"\xff\xfe\x00\x01", [":1: "]),
@@ -260,7 +262,7 @@ BAD_FILES: list[tuple[str, bytes, list[str]]] = [
 
 @pytest.mark.parametrize(("content", "words"), [case[1:] for case in BAD_FILES], ids=[case[0] for case in BAD_FILES])
 @pytest.mark.parametrize("dry", [(), ("--dry-run", "27b")], ids=["engine", "dry run"])
-def test_a_malformed_replay_file(
+def test_a_malformed_replay_file_is_refused_with_its_line(
     content: bytes, words: list[str], dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bad.jsonl"
@@ -271,7 +273,7 @@ def test_a_malformed_replay_file(
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run", "27b")], ids=["engine", "dry run"])
-def test_a_replay_file_that_is_not_there(
+def test_a_missing_replay_file_is_refused(
     dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
@@ -279,7 +281,7 @@ def test_a_replay_file_that_is_not_there(
 
 
 @pytest.mark.parametrize("flag", ["--json", "--html"])
-def test_results_that_cannot_be_written(
+def test_unwritable_result_files_are_refused(
     flag: str, good: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (tmp_path / "none" / "out", tmp_path):
@@ -288,7 +290,7 @@ def test_results_that_cannot_be_written(
 
 
 class Server:
-    """A running engine on the good checkpoint, spoken to over HTTP without a socket."""
+    """An engine on the good checkpoint, with an in-process HTTP client."""
 
     def __init__(self, model: Path) -> None:
         self._runner = asyncio.Runner()
@@ -313,7 +315,7 @@ class Server:
 def server(good: Path) -> Any:
     running = Server(good)
     yield running
-    assert running.post("/v1/completions", COMPLETION).status_code == 200, "bad requests must hurt nobody"
+    assert running.post("/v1/completions", COMPLETION).status_code == 200, "bad requests must not affect others"
     assert running.stats()["engine"]["finished"]["error"] == 0
     assert (running.stats()["running"], running.stats()["waiting"]) == (0, 0)
     running.close()
@@ -370,7 +372,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("changes", "field", "words"), BAD_COMPLETIONS, ids=[json.dumps(case[0])[:40] for case in BAD_COMPLETIONS]
 )
-def test_a_bad_completion_request(
+def test_an_invalid_completion_request_gets_400_with_the_field(
     changes: dict[str, Any], field: str, words: str, stream: bool, server: Server
 ) -> None:
     body = COMPLETION | ({"stream": True, "echo": True, "return_token_ids": True} if stream else {}) | changes
@@ -417,7 +419,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("changes", "field", "words"), BAD_CHATS, ids=[json.dumps(case[0])[:40] for case in BAD_CHATS])
-def test_a_bad_chat_request(changes: dict[str, Any], field: str, words: str, stream: bool, server: Server) -> None:
+def test_an_invalid_chat_request_gets_400_with_the_field(
+    changes: dict[str, Any], field: str, words: str, stream: bool, server: Server
+) -> None:
     answer = server.post(
         "/v1/chat/completions",
         None,
@@ -432,8 +436,8 @@ def test_a_bad_chat_request(changes: dict[str, Any], field: str, words: str, str
 
 
 @pytest.mark.parametrize("max_tokens", [12, 13, 10**30])
-def test_a_limit_beyond_the_context_is_clamped_to_it(max_tokens: int, server: Server) -> None:
-    """In a real engine: what is left of its context is generated, to the last token, and the answer says so."""
+def test_max_tokens_beyond_the_context_is_clamped(max_tokens: int, server: Server) -> None:
+    """A real engine generates up to the context limit, and the answer reports the clamped limit."""
     body = COMPLETION | {"prompt": [1] * 500, "max_tokens": max_tokens, "ignore_eos": True}
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
@@ -443,14 +447,14 @@ def test_a_limit_beyond_the_context_is_clamped_to_it(max_tokens: int, server: Se
     assert told == ((None, None) if max_tokens == 12 else ("12", 12))
 
 
-def test_bodies_that_are_no_requests(server: Server) -> None:
+def test_malformed_bodies_get_400(server: Server) -> None:
     for content in (b"", b"{", b"[1]", b"\xff", b'"text"', b"null"):
         answer = server.post("/v1/completions", None, content=content)
         assert answer.status_code == 400, content
         assert answer.json()["error"]["message"]
 
 
-def test_a_model_that_is_not_served(server: Server) -> None:
+def test_an_unknown_model_gets_404(server: Server) -> None:
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         answer = server.post(path, body | {"model": "gpt-9"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -458,12 +462,12 @@ def test_a_model_that_is_not_served(server: Server) -> None:
         assert "good" in answer.json()["error"]["message"]
 
 
-def test_paths_and_methods_that_are_not_there(server: Server) -> None:
+def test_unknown_paths_and_methods_get_404_and_405(server: Server) -> None:
     assert server.post("/v1/nothing", {}).status_code == 404
     assert server.post("/health", {}).status_code == 405
 
 
-def test_a_checkpoint_without_a_tokenizer_takes_ids_alone(headless: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_accepts_only_token_ids(headless: Path) -> None:
     running = Server(headless)
     try:
         answer = running.post("/v1/completions", {"model": "headless", "prompt": "text"})

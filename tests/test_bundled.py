@@ -1,4 +1,4 @@
-"""The bundled model: what is meant when no model is named, carried by the package, and in transformers what it is in
+"""The bundled model: it is the default, the package contains it, and transformers gives the same outputs as
 agentspec."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def asset_names() -> set[str]:
     return {path.relative_to(bundled.DIRECTORY).as_posix() for path in bundled.DIRECTORY.rglob("*") if path.is_file()}
 
 
-def test_what_means_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_resolve_to_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert bundled.checkpoint_of(None) == bundled.checkpoint_of("tiny-agent") == str(bundled.DIRECTORY)
     for other in ("./tiny-agent", "someone/tiny-agent", "tiny-agent/", "elsewhere"):
@@ -71,7 +71,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("flags", [[], ["--model", "tiny-agent"]], ids=["no model", "by name"])
-def test_replay_runs_it(flags: list[str], trace: Path, tmp_path: Path) -> None:
+def test_replay_runs_the_bundled_model(flags: list[str], trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert (
         main(
@@ -95,16 +95,19 @@ def test_replay_runs_it(flags: list[str], trace: Path, tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert report["model"] == "tiny-agent"
     assert report["summary"]["turns"] == 2
-    assert report["summary"]["drafted_tokens"] > 0, "its MTP head drafts without being asked to"
+    assert report["summary"]["drafted_tokens"] > 0, "its MTP head drafts by default"
 
 
-def test_a_dry_run_takes_its_tokens(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_uses_its_tokenizer(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), "--dry-run", "27b"]) == 0
     assert "by the tokenizer of tiny-agent" in capsys.readouterr().out
 
 
-def test_serve_serves_it() -> None:
-    command = "import sys; from agentspec.commands.cli import main; sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--memory', '0.2']))"
+def test_serve_runs_the_bundled_model() -> None:
+    command = (
+        "import sys; from agentspec.commands.cli import main; "
+        "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--memory', '0.2']))"
+    )
     with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -122,8 +125,7 @@ def test_serve_serves_it() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist. Built in a copy of the sources, so that nothing is left in the tree or
-    taken from an older build."""
+    """A folder with the wheel and the sdist, built from a copy of the sources to keep older builds out."""
     root = tmp_path_factory.mktemp("package")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, root / name)
@@ -134,7 +136,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "dist"
 
 
-def test_the_wheel_and_the_sdist_carry_it(distributions: Path) -> None:
+def test_the_wheel_and_the_sdist_contain_it(distributions: Path) -> None:
     [wheel], [sdist] = distributions.glob("*.whl"), distributions.glob("*.tar.gz")
     wanted = {f"agentspec/assets/tiny-agent/{name}" for name in asset_names()}
     assert wanted, f"{bundled.DIRECTORY} is empty"
@@ -147,8 +149,8 @@ def test_the_wheel_and_the_sdist_carry_it(distributions: Path) -> None:
     assert sdist.stat().st_size < MAX_PACKAGE_BYTES
 
 
-def test_the_wheel_carries_every_data_file(distributions: Path) -> None:
-    """What the package reads beside its modules has a line in pyproject.toml's package-data, wherever it moves."""
+def test_the_wheel_contains_every_data_file(distributions: Path) -> None:
+    """Every data file that the package reads must be in pyproject.toml's package-data."""
     files = (path for path in (ROOT / "agentspec").rglob("*") if path.is_file() and path.suffix != ".pyc")
     wanted = {path.relative_to(ROOT).as_posix() for path in files}
     [wheel] = distributions.glob("*.whl")
@@ -156,10 +158,11 @@ def test_the_wheel_carries_every_data_file(distributions: Path) -> None:
         assert wanted - set(archive.namelist()) == set()
 
 
-def test_its_files_are_whole_small_and_from_no_machine_in_particular() -> None:
+def test_its_files_are_complete_small_and_without_machine_specific_paths() -> None:
     shards = {name for name in asset_names() if name.endswith(".safetensors")}
     texts = {
-        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors.index.json",
+        "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
     assert asset_names() == shards | texts
@@ -167,7 +170,7 @@ def test_its_files_are_whole_small_and_from_no_machine_in_particular() -> None:
     assert set(index["weight_map"].values()) == shards
     source = ROOT / "scripts" / "tiny_agent" / "chat_template.jinja"
     assert (bundled.DIRECTORY / "chat_template.jinja").read_bytes() == source.read_bytes(), (
-        "it was trained on another chat template"
+        "the chat template differs from the one of its training"
     )
     path_of_a_machine = re.compile(
         r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data|tmp)/\w|[A-Z]:\\\\Users|_name_or_path"
@@ -208,14 +211,14 @@ def their_model() -> Any:
         loaded
     )
     assert model.config.architectures == [type(model).__name__], (
-        "the class that the config promises is all there, with no random vision tower beside it"
+        "all weights of the class in the config are loaded, and no vision tower is random"
     )
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def cases(their_tokenizer: Any) -> list[Case]:
-    """The openings of three sessions of the workload, and a loop of calls and results that is none of its own."""
+    """The openings of three sessions of the workload, and a tool loop that isn't in the workload."""
     file = load(WORKLOAD)
     with_tools = [session for session in file.sessions if file.tools(session) and session.turns[0].messages]
     chosen = with_tools[:: len(with_tools) // 3][:3]
@@ -228,7 +231,7 @@ def cases(their_tokenizer: Any) -> list[Case]:
     return found
 
 
-def test_transformers_reads_the_same_prompts(cases: list[Case], their_tokenizer: Any) -> None:
+def test_transformers_renders_the_same_prompts(cases: list[Case], their_tokenizer: Any) -> None:
     tokenizer, template = Tokenizer.from_directory(bundled.DIRECTORY), ChatTemplate.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     assert template is not None
@@ -246,13 +249,13 @@ def test_transformers_computes_the_same_logits(cases: list[Case], their_model: A
         ours = model.logits(driver.prefill(case.prompt_ids, (200,)))
         with torch.no_grad():
             theirs = their_model(input_ids=torch.tensor([case.prompt_ids])).logits[0]
-        real = model.spec.num_real_tokens  # rows behind them are no tokens: ours are never sampled
+        real = model.spec.num_real_tokens  # rows after the real tokens are padding, which is never sampled
         assert relative_error(ours[:, :real], theirs[:, :real]) < TOLERANCE, f"prompt {number}"
 
 
 @pytest.fixture(scope="module")
 def their_answers(cases: list[Case], their_model: Any) -> list[list[int]]:
-    """Greedy: the end of turn included, where one comes within NEW_TOKENS."""
+    """Greedy output of transformers, including the end of turn if it comes within NEW_TOKENS."""
     answers = []
     for case in cases:
         prompt = torch.tensor([case.prompt_ids])
@@ -269,10 +272,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def test_transformers_says_the_same(
+def test_transformers_generates_the_same_tokens(
     engine: Engine, cases: list[Case], their_answers: list[list[int]], their_tokenizer: Any
 ) -> None:
-    """Each prompt twice: computed, and resumed from the prefix cache."""
+    """Each prompt runs twice: computed, and resumed from the prefix cache."""
     for number, (case, expected) in enumerate(zip(cases, their_answers, strict=True)):
         for attempt in ("computed", "resumed"):
             submit = Submit(

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.cache_truth`: engine and cache alone agree on every turn, in any order and with too little
-memory; and what it would tell."""
+"""`python -m benchmarks.cache_truth`: the engine and a simulated cache agree on every turn, in any order and with too
+little memory, and differences are reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOMY = MemoryPlan(num_rows=400, num_pages=900, max_length=4000)
 
 
 def recorded(rng: random.Random, num_sessions: int) -> Sessions:
-    """Agents with a common opening, whose template now and then renders the last loop anew."""
+    """Agents with a common opening; the template sometimes changes the last tool loop."""
 
     def words(count: int) -> list[int]:
         return [rng.randrange(1, 46) for _ in range(count)]
@@ -61,7 +61,7 @@ def model(seed: int) -> HashChainModel:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_engine_gives_what_the_cache_alone_predicts(seed: int) -> None:
+def test_engine_hits_equal_the_simulated_cache(seed: int) -> None:
     rng = random.Random(seed)
     sessions = recorded(rng, 6)
     longest = max(len(one.prompt) + len(one.output) for _, turns in sessions for one in turns)
@@ -82,7 +82,7 @@ def test_an_engine_gives_what_the_cache_alone_predicts(seed: int) -> None:
     assert evicting.real.cached_tokens <= roomy.real.cached_tokens
 
 
-def test_every_difference_is_told() -> None:
+def test_every_difference_is_reported() -> None:
     ended = [
         EndedTurn(
             request_id=f"a/{index}",
@@ -111,7 +111,7 @@ def test_every_difference_is_told() -> None:
     assert len(differences(right, dataclasses.replace(right, ended=ended[:2]))) == 1
 
 
-def test_the_program_compares_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = [
         turn(system("Look for parcels. " * 60), user("where is it?"), expect=said("In depot 4, on the left.")),
         turn(result("42 "), expect=said("There.")),

@@ -16,32 +16,41 @@ from typing import Any
 import pytest
 
 from agentspec.commands import cli
+from agentspec.commands.flags import (
+    acceptance_rates,
+    add_engine_arguments,
+    engine_config,
+    served_model,
+    server_config,
+)
 from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
-    "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--draft-precision", "--token-counts", "--no-prefix-cache", "--no-overlap",
-    "--no-graphs", "--max-running", "--prefill-budget", "--max-gap", "--fair-cost", "--max-context", "--memory", "--host-memory", "--seed",
-    "--random-weights", "--force-acceptance", "--allow-forced-output",
+    "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--draft-precision", "--token-counts",
+    "--no-prefix-cache", "--no-overlap", "--no-graphs", "--max-running", "--prefill-budget", "--max-gap",
+    "--fair-cost", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights", "--force-acceptance",
+    "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {
-        "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--text-timeout", "--api-key-file", "--keys",
-        "--trust-client-text", "--heartbeat", "--restart",
+        "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin",
+        "--served-model-name", "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host",
+        "--drain", "--text-timeout", "--api-key-file", "--keys", "--trust-client-text", "--heartbeat", "--restart",
         "--queue-timeout", "--request-timeout", "--root-path",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
-        "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
-        "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
-        "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus", "--salt", "--config",
+        "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival",
+        "--speed", "--tool-delay", "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html",
+        "--quiet", "--dry-run", "--template", "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus", "--salt",
+        "--config",
     },
     "import": {"format", "input", "output", "--link"},
     "quantize": {"source", "destination"},
     "keys": {"action", "name"},
 }  # fmt: skip
-"""A flag is a promise: adding or changing one is a decision, and changes this list."""
+"""Flags are a stable interface: this list changes with every flag."""
 
 
 def subparsers() -> dict[str, argparse.ArgumentParser]:
@@ -50,7 +59,7 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def config(*flags: str) -> EngineConfig:
-    return cli.engine_config(cli.build_parser().parse_args(["serve", *flags]))
+    return engine_config(cli.build_parser().parse_args(["serve", *flags]))
 
 
 def test_the_flags_are_frozen() -> None:
@@ -66,7 +75,7 @@ def test_the_flags_are_frozen() -> None:
     assert found == FLAGS
 
 
-def test_without_flags_the_settings_are_the_defaults() -> None:
+def test_settings_without_flags_are_the_defaults() -> None:
     assert config() == EngineConfig()
 
 
@@ -101,18 +110,18 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--force-acceptance", "0.5"], "force_acceptance", (0.5,)),
     ],
 )
-def test_each_flag_sets_its_field_alone(flags: list[str], field: str, value: Any) -> None:
+def test_each_flag_sets_only_its_field(flags: list[str], field: str, value: Any) -> None:
     assert config(*flags) == dataclasses.replace(EngineConfig(), **{field: value})
 
 
-def test_every_setting_but_the_hold_has_a_flag() -> None:
+def test_every_setting_except_the_session_hold_has_a_flag() -> None:
     parser = argparse.ArgumentParser()
-    cli.add_engine_arguments(parser)
+    add_engine_arguments(parser)
     assert len(vars(parser.parse_args([]))) == len(dataclasses.fields(EngineConfig)) - 1
 
 
 def server(*flags: str, **environment: str) -> ServerConfig:
-    return cli.server_config(cli.build_parser().parse_args(["serve", *flags]), environment)
+    return server_config(cli.build_parser().parse_args(["serve", *flags]), environment)
 
 
 def test_server_flags_set_their_fields() -> None:
@@ -134,7 +143,7 @@ def test_server_flags_set_their_fields() -> None:
     assert ServerConfig(max_body_mib=0.5).max_body_bytes == 2**19
 
 
-def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.txt"
     file.write_text("first\n\n  second \r\n")
     assert server("--api-key-file", str(file)).api_keys == ("first", "second")
@@ -183,7 +192,7 @@ def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
         (["--allowed-host", "models.example:8000"], {}, "without scheme, port and path"),
     ],
 )
-def test_server_settings_that_can_not_be(flags: list[str], environment: dict[str, str], words: str) -> None:
+def test_invalid_server_settings_are_refused(flags: list[str], environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         server(*flags, **environment)
     assert "two words" not in str(refused.value)
@@ -194,13 +203,13 @@ def test_server_settings_that_can_not_be(flags: list[str], environment: dict[str
     ("flags", "model"),
     [([], None), (["m"], "m"), (["--model", "m"], "m"), (["m", "--model", "m"], "m"), (["--port", "9", "m"], "m")],
 )
-def test_the_model_by_place_or_by_flag(flags: list[str], model: str | None) -> None:
-    assert cli.served_model(cli.build_parser().parse_args(["serve", *flags])) == model
+def test_the_model_is_a_positional_argument_or_a_flag(flags: list[str], model: str | None) -> None:
+    assert served_model(cli.build_parser().parse_args(["serve", *flags])) == model
 
 
 @pytest.mark.parametrize(("emitted", "drafts"), [("3.39", 3), ("2", 1), ("1.5", 7), ("1.001", 2), ("8", 7)])
-def test_emitted_tokens_a_step_become_rates(emitted: str, drafts: int) -> None:
-    rates = cli.acceptance_rates(emitted, drafts)
+def test_emitted_tokens_per_step_become_rates(emitted: str, drafts: int) -> None:
+    rates = acceptance_rates(emitted, drafts)
     assert len(rates) == drafts
     assert sum(rates[0] ** position for position in range(drafts + 1)) == pytest.approx(float(emitted))
     assert all(0 <= rate <= 1 for rate in rates)
@@ -215,9 +224,9 @@ def test_emitted_tokens_a_step_become_rates(emitted: str, drafts: int) -> None:
         ("", 2, "must be rates"),
     ],
 )
-def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) -> None:
+def test_invalid_forced_acceptance_is_refused(text: str, drafts: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        cli.acceptance_rates(text, drafts)
+        acceptance_rates(text, drafts)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +271,7 @@ def test_user_errors_are_one_line_and_exit_2(argv: list[str], words: str, capsys
 
 
 class Loaded:
-    """Stands for a module that the command line loads late."""
+    """A fake for a module that the command line loads late."""
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -285,7 +294,7 @@ class Loaded:
         (CheckpointError("config.json: no such file"), 2),
     ],
 )
-def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_of_serve(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
     text = SimpleNamespace(text_process=lambda seconds: nullcontext(f"{seconds:g} seconds for texts"))
     modules = {
@@ -305,7 +314,7 @@ def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_with_a_base_url_loads_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     command = Loaded(1)
     loaded: list[str] = []
 
@@ -320,7 +329,7 @@ def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch)
     assert (args.file, args.seed) == ("f", 3)
 
 
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("usage: agentspec")
@@ -332,20 +341,23 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     ("argv", "code", "words"),
     [(["--version"], 0, "agentspec "), ([], 0, "usage: agentspec "), (["bake"], 2, "error: ")],
 )
-def test_the_package_is_the_command(argv: list[str], code: int, words: str) -> None:
+def test_python_m_agentspec_runs_the_command(argv: list[str], code: int, words: str) -> None:
     shown = subprocess.run([sys.executable, "-m", "agentspec", *argv], capture_output=True, text=True)
     assert shown.returncode == code
     assert words in shown.stdout + shown.stderr
 
 
-def test_help_and_errors_load_no_torch() -> None:
-    code = "import sys; from agentspec.commands import cli, replay, serve\ncli.build_parser()\nprint('torch' in sys.modules)"
+def test_help_and_errors_do_not_import_torch() -> None:
+    code = (
+        "import sys; from agentspec.commands import cli, replay, serve\n"
+        "cli.build_parser()\nprint('torch' in sys.modules)"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 
 
-def test_flags_and_a_server_need_no_numpy() -> None:
-    """Every command would wait for it, and a server would hold 10 MiB for nothing."""
+def test_flags_and_the_server_do_not_import_numpy() -> None:
+    """Importing numpy would delay every command and cost a server 10 MiB."""
     code = "import sys; from agentspec.commands import cli, serve\ncli.build_parser()\nprint('numpy' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

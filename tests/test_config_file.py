@@ -1,5 +1,5 @@
-"""Flags from a TOML file: the same as on the command line, which wins; whatever is no flag is an error that names file,
-key and value."""
+"""Flags from a TOML file: the command line takes precedence, and invalid entries are errors that name file, key and
+value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentspec.config import EngineConfig, ServerConfig
 
 
 class Ran:
-    """Stands for the commands' modules: keeps what they were called with."""
+    """A fake for the commands' modules that records its arguments."""
 
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -32,7 +32,7 @@ Run = Callable[..., tuple[Any, ...]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command with a file of this content; what its module was called with."""
+    """Run a command with a config file of the given content; return the arguments of its module."""
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
 
     def run_with(content: str, command: str, *flags: str) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def serve(run: Run, content: str, *flags: str) -> tuple[EngineConfig, ServerConf
 
 
 FILE = """
-# Everything that a file can hold: words, numbers, yes and no, lists.
+# All types of values: strings, numbers, booleans, lists.
 model = "org/name"
 max-running = 8
 prefill_budget = "auto"
@@ -84,7 +84,7 @@ def test_a_file_sets_flags(run: Run) -> None:
     assert server == ServerConfig(port=9000, api_keys=("k1", "k2"), cors_origins=("*",), model_names=("a", "b"))
 
 
-def test_the_command_line_wins(run: Run) -> None:
+def test_the_command_line_takes_precedence(run: Run) -> None:
     flags = (
         "--max-running",
         "auto",
@@ -100,7 +100,7 @@ def test_the_command_line_wins(run: Run) -> None:
     config, server = serve(run, FILE, "other", *flags)
     assert config == EngineConfig(model="other", draft_tokens=3, memory_gib=2.0, host_memory_gib=0.5, graphs=False)
     assert server == ServerConfig(api_keys=("k3",), cors_origins=("*",), model_names=("c",)), (
-        "a list takes the place of a list"
+        "a list on the command line replaces the file's list"
     )
 
 
@@ -108,7 +108,7 @@ def test_an_empty_file_changes_nothing(run: Run) -> None:
     assert serve(run, "") == (EngineConfig(), ServerConfig())
 
 
-def test_replay_takes_its_own_flags(run: Run) -> None:
+def test_a_file_sets_flags_of_replay(run: Run) -> None:
     args, _ = run(
         'concurrency = 3\nslo = "turn=10s"\nspeed = 2\narrival = "trace"\nquiet = true\nseed = 5',
         "replay",
@@ -127,7 +127,7 @@ def test_replay_takes_its_own_flags(run: Run) -> None:
     )
 
 
-def test_warm_takes_the_file_of_its_server(run: Run) -> None:
+def test_warm_accepts_and_ignores_server_flags(run: Run) -> None:
     config, target = run(FILE + 'target = "9.0"', "warm")
     assert (config.model, config.max_running, target) == ("org/name", 8, "9.0")
 
@@ -143,7 +143,7 @@ def test_warm_takes_the_file_of_its_server(run: Run) -> None:
         ("replay", "port = 1", "port=1: is not a flag of agentspec replay"),
         ("warm", "concurrency = 4", "concurrency=4: is not a flag of agentspec warm"),
         ("warm", "port = 'x'", "port='x': must be a whole number"),
-        ("serve", "max-running = 8\nmax_running = 9", "max_running=9: is there twice"),
+        ("serve", "max-running = 8\nmax_running = 9", "max_running=9: is given twice"),
         ("serve", "port = '8000'", "settings.toml: port='8000': must be a whole number"),
         ("serve", "port = 80.5", "port=80.5: must be a whole number"),
         ("serve", "port = true", "port=True: must be a whole number"),
@@ -159,7 +159,7 @@ def test_warm_takes_the_file_of_its_server(run: Run) -> None:
         ("serve", "port = ", "is not valid TOML"),
     ],
 )
-def test_what_is_no_flag_is_named(
+def test_invalid_entries_are_refused_by_name(
     command: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.toml"
@@ -171,14 +171,14 @@ def test_what_is_no_flag_is_named(
     assert words in shown
 
 
-def test_a_wrong_key_of_an_api_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_api_key_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("api-key = [4711]")
     assert cli.main(["serve", "--config", str(file)]) == 2
     assert "4711" not in capsys.readouterr().err
 
 
-def test_a_file_that_can_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--config", str(tmp_path / "none.toml")]) == 2
     assert "none.toml': can't be read: No such file" in capsys.readouterr().err
     (tmp_path / "latin.toml").write_bytes(b'model = "caf\xe9"')

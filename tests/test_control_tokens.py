@@ -1,4 +1,4 @@
-"""`skip_special_tokens: false` on the bundled model: control tokens stand in the text, but for the stop id that ends
+"""`skip_special_tokens: false` on the bundled model: the text contains control tokens, except the stop id that ends
 it."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def engine() -> Any:
 
 
 def written(engine: Engine, *, skips: bool, **sampling: Any) -> tuple[str, int | str | None]:
-    """The text of an answer that is WRITTEN, and what ended it."""
+    """The text and the stop match of an answer whose tokens are those of WRITTEN."""
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(WRITTEN)
     params = SamplingParams(temperature=0.0, max_tokens=len(ids), **sampling)
@@ -36,18 +36,18 @@ def written(engine: Engine, *, skips: bool, **sampling: Any) -> tuple[str, int |
     return text, stop
 
 
-def test_they_are_shown_or_not(engine: Engine) -> None:
+def test_control_tokens_are_in_the_text_only_if_not_skipped(engine: Engine) -> None:
     assert written(engine, skips=False, ignore_eos=True) == (WRITTEN, None)
     assert written(engine, skips=True, ignore_eos=True) == ("One two\nthree", None)
 
 
-def test_the_stop_id_is_no_text(engine: Engine) -> None:
+def test_the_stop_id_is_never_in_the_text(engine: Engine) -> None:
     assert engine.tokenizer is not None
     end = engine.tokenizer.special_ids["<|im_end|>"]
     assert written(engine, skips=False) == ("One<|im_start|> two", end)
 
 
-def test_stop_strings_are_sought_in_what_is_shown(engine: Engine) -> None:
+def test_stop_strings_match_the_visible_text_only(engine: Engine) -> None:
     assert written(engine, skips=False, ignore_eos=True, stop=("<|im_end|>",)) == ("One<|im_start|> two", "<|im_end|>")
     assert written(engine, skips=True, ignore_eos=True, stop=("<|im_end|>",)) == ("One two\nthree", None)
     assert written(engine, skips=True, ignore_eos=True, stop=("e two",)) == ("On", "e two")

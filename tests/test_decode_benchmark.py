@@ -1,5 +1,5 @@
-"""`python -m benchmarks.decode` without its figures: what is counted, forced and measured is what the tables say it
-is."""
+"""`python -m benchmarks.decode` on a small CPU model: byte counts, forced acceptance, timing and reports are
+correct."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def case(
 
 @pytest.mark.parametrize("size", ["4B", "9B", "27B"])
 def test_configs_are_the_published_ones(size: str) -> None:
-    """tests/models holds those against the published byte counts."""
+    """tests/models compares those configs with the published byte counts."""
     assert CONFIGS[size] == SIZES[f"3.5-{size}"][0]
 
 
@@ -86,7 +86,7 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
     assert (step.weights, step.mtp) == (once.weights, 3 * once.mtp)
     assert step.draft_head == 3 * 32_768 * 2560 * 2
     assert step.state == 8 * 5 * row_bytes(state_forms(config, torch.bfloat16))
-    mtp_layers_more = 2  # pages hold the MTP layer's keys once; three drafts read them three times
+    mtp_layers_more = 2  # pages store the MTP layer's keys once, but three drafts read them three times
     assert step.kv == 8 * 1000 * (
         page_bytes(state_forms(config, torch.bfloat16)) // 64 + mtp_layers_more * 2 * 4 * 256 * 2
     )
@@ -97,18 +97,18 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("emitted", [1.0, 3.0, 3.39, 4.0])
-def test_the_rate_gives_the_emitted_tokens_it_is_named_by(emitted: float) -> None:
+def test_the_forced_rate_emits_the_named_number_of_tokens(emitted: float) -> None:
     assert emitted_at(acceptance_rate(emitted), 3) == pytest.approx(emitted)
 
 
 @pytest.mark.parametrize("emitted", [0.9, 4.1])
-def test_no_rate_gives_more_or_less_than_a_step_can_emit(emitted: float) -> None:
+def test_impossible_emitted_tokens_are_refused(emitted: float) -> None:
     with pytest.raises(ValueError, match="emitted="):
         acceptance_rate(emitted)
 
 
 @pytest.mark.parametrize(("field", "value"), [("context", 0), ("batch", 0), ("depth", 8), ("emitted", 4.5)])
-def test_a_case_that_cannot_be_is_refused(field: str, value: Any) -> None:
+def test_an_impossible_case_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"={value}: "):
         replace(case(), **{field: value})
 
@@ -123,7 +123,7 @@ def test_every_slot_decodes_from_the_first_step_to_the_last(
         assert [len(token_ids) for token_ids in engine.step()] == [seen] * tried.batch
 
 
-def test_the_context_is_not_computed_and_not_empty(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_is_synthetic_and_not_empty(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[VerifyBatch] = []
     verify = PrefilledModel.verify
 
@@ -152,21 +152,21 @@ def test_a_case_is_measured(model: PrefilledModel) -> None:
     assert floor.kv > 0
 
 
-def test_the_depth_policy_may_choose(model: PrefilledModel) -> None:
+def test_a_case_may_use_the_depth_policy(model: PrefilledModel) -> None:
     timing = time_case(case(depth="auto"), model, CPU, STEPS)
     assert sum(timing.depths.values()) == STEPS.timed
-    assert len(timing.depths) > 1  # it tries each depth at the start
+    assert len(timing.depths) > 1  # the policy tries each depth at the start
     assert floor_of(case(depth="auto"), TOY, timing, draft_vocab=300) is None
 
 
-def test_pools_are_let_go(model: PrefilledModel) -> None:
+def test_pools_are_released(model: PrefilledModel) -> None:
     RunningEngine(case(), model, CPU, num_steps=2)
     let_go(model)
     with pytest.raises(AssertionError):
         _ = model.pools
 
 
-def test_memory_holds_what_the_sessions_of_a_real_engine_need() -> None:
+def test_memory_fits_the_sessions_of_a_real_engine() -> None:
     plan = memory_for(
         case(context=2048, batch=8), make_model("toy", TOY, device=CPU, dtype=torch.float32).spec, num_steps=100
     )
@@ -175,7 +175,7 @@ def test_memory_holds_what_the_sessions_of_a_real_engine_need() -> None:
     assert plan.num_pages * 64 > 8 * plan.max_length
 
 
-# The check that comes first
+# The check before the measurement
 
 
 def test_the_check_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_the_check_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         check_small_model("cpu")
 
 
-def test_graphs_are_held_against_eager_steps(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no graphs here: what is tried is the comparison."""
+def test_graphs_are_compared_with_eager_steps(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has no graphs: this tests the comparison only."""
     monkeypatch.setattr(decode_checks, "NUM_STEPS", 4)
     assert "4 steps as graphs equal eager ones" in check_graphs(model, CPU)
     allocate = PrefilledModel.allocate
@@ -253,7 +253,7 @@ def test_shares_add_up_to_busy_and_idle_time() -> None:
     assert "| 30.0 | -10.0 | 30.0 | b |" in order_table(timeline)
 
 
-def test_the_pointers_share_is_that_of_commit_and_publish() -> None:
+def test_the_pointer_share_is_that_of_commit_and_publish() -> None:
     kernels = [
         trace.Kernel(name=name, start=start, duration=10.0)
         for name, start in (("_commit_window", 0.0), ("a", 10.0), ("_publish_drafts", 40.0))
@@ -269,7 +269,7 @@ def test_an_empty_trace_is_refused() -> None:
 # The report
 
 
-def test_bandwidth_is_that_of_memory() -> None:
+def test_the_bandwidth_is_measured_on_memory() -> None:
     bandwidth = measure_bandwidth(CPU, num_bytes=2**20)
     assert bandwidth.copy > 1e6
     assert bandwidth.read > 1e6
@@ -283,7 +283,7 @@ def test_the_read_kernel_reads_everything() -> None:
     assert sums.tolist() == values.view(3, -1).sum(1).tolist()
 
 
-def test_the_core_cases_hold_the_issue_s_targets() -> None:
+def test_the_core_cases_include_the_target_cases() -> None:
     cases = core_cases()
     assert len(set(cases)) == len(cases)
     for size in ("4B", "9B", "27B"):
@@ -291,7 +291,7 @@ def test_the_core_cases_hold_the_issue_s_targets() -> None:
         assert {found.batch for found in cases if found.model == size and found.depth == 0} == {1, 8, 32}
 
 
-def test_the_report_says_what_is_missing_and_why(model: PrefilledModel) -> None:
+def test_the_report_names_missing_cases_with_reasons(model: PrefilledModel) -> None:
     timed = Result(case=case(), timing=time_case(case(), model, CPU, STEPS))
     timed.floor_bytes = StepBytes(weights=10**9, experts=0, head=0, mtp=0, draft_head=0, state=0, kv=0)
     assert timed.timing is not None
@@ -314,7 +314,7 @@ def test_the_report_says_what_is_missing_and_why(model: PrefilledModel) -> None:
     assert "Synthetic" in written["synthetic"]
 
 
-def test_the_command_measures_what_its_flags_name(
+def test_the_command_measures_the_selected_cases(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decode, "CONFIGS", {"toy": TOY})
@@ -350,7 +350,7 @@ def test_the_command_measures_what_its_flags_name(
     assert "2 steps as graphs equal eager ones" in written["checks"][1]
 
 
-def test_what_the_time_does_not_reach_is_said(
+def test_cases_beyond_the_time_limit_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")

@@ -1,6 +1,6 @@
-"""The Dockerfile says what holds: its files exist and reach the build, it starts the console script, and not as root.
+"""The Dockerfile is consistent: its files exist and reach the build, and it starts the console script, not as root.
 
-tests/sdks/test_docker.py builds and runs it where there is docker.
+tests/sdks/test_docker.py builds and runs it where docker is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, its arguments), comments left out and continued lines joined."""
+    """(instruction, arguments) without comments, with continued lines joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("#")).replace("\\\n", " ").splitlines()
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines if line.strip())]
@@ -34,7 +34,7 @@ def all_of(name: str) -> list[str]:
     return [arguments for instruction, arguments in instructions() if instruction == name]
 
 
-def test_what_is_copied_exists_and_reaches_the_build() -> None:
+def test_copied_files_exist_and_reach_the_build() -> None:
     copied = [source for arguments in all_of("COPY") if "--from=" not in arguments for source in arguments.split()[:-1]]
     assert copied
     ignore = [
@@ -43,7 +43,7 @@ def test_what_is_copied_exists_and_reaches_the_build() -> None:
         if line and not line.startswith("#")
     ]
     assert ignore[0] == "*", (
-        "a checkout holds environments, checkpoints and keys: name what goes in, not what stays out"
+        "a checkout may contain environments, checkpoints and keys: list what goes in, not what stays out"
     )
     for source in copied:
         assert (ROOT / source).exists(), source
@@ -51,7 +51,7 @@ def test_what_is_copied_exists_and_reaches_the_build() -> None:
         assert not verdicts[-1], f".dockerignore keeps {source} out"
 
 
-def test_what_the_wheel_needs_is_copied() -> None:
+def test_files_that_the_wheel_needs_are_copied() -> None:
     copied = {source for arguments in all_of("COPY") if "--from=" not in arguments for source in arguments.split()[:-1]}
     assert {"pyproject.toml", PROJECT["readme"], "LICENSE", "agentspec"} <= copied
 
@@ -72,7 +72,7 @@ def test_it_does_not_run_as_root() -> None:
     assert all(names.index("USER") > place for place, name in enumerate(names) if name in ("RUN", "COPY"))
 
 
-def test_versions_are_those_of_the_project() -> None:
+def test_versions_match_the_project() -> None:
     for image in all_of("FROM"):
         found = re.match(r"python:([\d.]+)-slim\b", image)
         assert found is not None, image

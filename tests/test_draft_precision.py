@@ -1,4 +1,4 @@
-"""Drafts by FP8 weights: the same streams, all but the same acceptance, and a start page that says so."""
+"""Drafts with FP8 weights: the same streams, nearly the same acceptance, and a note on the start page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from tests.test_draft_vocabulary import QUESTIONS, SAMPLINGS, SIZE, ask, tiny_ag
     [("tiny-agent", SAMPLINGS[1]), ("with experts", SAMPLINGS[0])],
     ids=["tiny-agent", "with experts"],
 )
-def test_streams_are_the_same_and_hardly_fewer_drafts_stand(
-    kind: str, sampling: SamplingParams, tmp_path: Path
-) -> None:
-    """tests/properties/draft_precision.py measures it on more."""
+def test_fp8_drafts_keep_streams_and_nearly_all_acceptance(kind: str, sampling: SamplingParams, tmp_path: Path) -> None:
+    """tests/properties/draft_precision.py measures more prompts."""
     model = str(bundled.DIRECTORY if kind == "tiny-agent" else write_upcycled(tmp_path))
     exact, rounded = (
         ask(tiny_agent(model=model, draft_precision=precision), QUESTIONS, [sampling])
@@ -48,23 +46,23 @@ def test_streams_are_the_same_and_hardly_fewer_drafts_stand(
     ],
     ids=str,
 )
-def test_auto_is_fp8_where_it_halves_what_a_draft_reads(
+def test_auto_is_fp8_on_a_gpu_in_bfloat16(
     settings: dict[str, Any], device: str, dtype: torch.dtype, expected: bool
 ) -> None:
     assert drafts_in_fp8(EngineConfig(**settings), torch.device(device), dtype) == expected
 
 
-def test_the_start_page_says_it() -> None:
+def test_the_start_page_shows_the_draft_precision() -> None:
     everything, some = (tiny_agent(draft_precision="fp8", draft_vocab_size=size) for size in (0, SIZE))
     assert everything.draft_vocabulary == "all 4,096 tokens (FP8; 4.0 MiB)"
     assert some.draft_vocabulary == f"64 of 4,096 tokens (the lowest ids; FP8; {SIZE * (256 * 4 + 8) / 2**20:.1f} MiB)"
-    assert not tiny_agent().model.fp8_drafts, "nobody gains by it on a CPU"
+    assert not tiny_agent().model.fp8_drafts, "it has no benefit on a CPU"
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"draft_precision": "int4"}, "draft_precision='int4': must be auto, checkpoint or fp8"),
+        ({"draft_precision": "int4"}, "draft_precision='int4': must be one of auto, checkpoint, fp8"),
         ({"draft_precision": "fp8", "draft_tokens": 0}, "draft_precision='fp8': there are no drafts to make"),
         (
             {"draft_precision": "checkpoint", "draft_tokens": 0},
@@ -73,6 +71,6 @@ def test_the_start_page_says_it() -> None:
     ],
     ids=str,
 )
-def test_settings_that_mean_nothing_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny_agent(**settings)

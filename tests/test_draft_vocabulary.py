@@ -1,4 +1,4 @@
-"""A draft vocabulary costs acceptance and changes nothing that is said; what was served makes a better one."""
+"""A draft vocabulary lowers acceptance but doesn't change streams; token counts of served text improve it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.text import byte_backend
 
 SIZE = 64
-"""Of tiny-agent's 4,096 tokens, 26 of which are control tokens."""
+"""Out of tiny-agent's 4,096 tokens, of which 26 are control tokens."""
 
 LESSONS = ("Thanks, that was all.", "Cancel the order O-1187, please.", "Where is the parcel of order O-22?")
 QUESTIONS = ("What is the status of order O-4071?", "Who is the customer C-33?", "Hello!")
@@ -62,7 +62,7 @@ def tiny_agent(**settings: Any) -> Assembly:
 
 
 def ask(parts: Assembly, questions: tuple[str, ...], samplings: list[SamplingParams]) -> Heard:
-    """Every question with every sampling, all together."""
+    """Run every question with every sampling, all at the same time."""
     tokenizer = parts.tokenizer
     assert tokenizer is not None
     asked = [
@@ -86,7 +86,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
     return [token for event in events if isinstance(event, TokensEvent) for token in event.token_ids]
 
 
-def test_streams_are_the_same_and_counts_make_up_for_a_small_vocabulary(tmp_path: Path) -> None:
+def test_a_small_vocabulary_keeps_streams_and_counts_restore_acceptance(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     lessons = ask(tiny_agent(token_counts=str(file)), LESSONS, [GREEDY])
     assert TokenCounts(str(file), num_tokens=4096).known == Counter(
@@ -101,7 +101,7 @@ def test_streams_are_the_same_and_counts_make_up_for_a_small_vocabulary(tmp_path
     assert figures[0] + 0.2 < figures[1] < figures[2], figures
 
 
-def test_any_draft_vocabulary_leaves_the_hash_chain_as_it_is() -> None:
+def test_no_draft_vocabulary_changes_the_hash_chain() -> None:
     asked = [
         Submit(
             request_id=f"{name} {first}",
@@ -172,7 +172,7 @@ def test_the_engine_of_a_server_writes_the_counts_when_it_is_closed(tmp_path: Pa
     assert TokenCounts(str(file), num_tokens=4096).known == Counter(said)
 
 
-def test_counts_that_can_not_be_written_do_not_keep_an_engine_open(
+def test_an_engine_closes_even_if_its_counts_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "counts.json"
@@ -185,7 +185,7 @@ def test_counts_that_can_not_be_written_do_not_keep_an_engine_open(
     assert file.read_text() == "broken"
 
 
-def test_the_start_page_says_what_is_drafted() -> None:
+def test_the_start_page_shows_the_draft_vocabulary() -> None:
     assert (
         tiny_agent(draft_vocab_size=SIZE).draft_vocabulary
         == f"64 of 4,096 tokens (the lowest ids; {SIZE * (256 * 4 + 8) / 2**20:.1f} MiB)"
@@ -208,7 +208,7 @@ def test_control_tokens_and_stop_ids_are_always_drafted() -> None:
     assert limits == [
         [*range(11), 299],
         [*range(2), *range(256, 265), 299],
-        [*range(300)],  # A model that is used again has no limit left.
+        [*range(300)],  # A reused model must have no limit left.
     ]
 
 
@@ -231,6 +231,6 @@ def test_control_tokens_and_stop_ids_are_always_drafted() -> None:
     ],
     ids=str,
 )
-def test_settings_that_mean_nothing_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny_agent(**settings)

@@ -1,5 +1,4 @@
-"""The dry run reaches what the engine reaches, beside an ideal that nothing can pass; and what the command says of
-it."""
+"""The dry run: its hits equal the engine's and never exceed the ideal; and the report of the command."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def dry(
     memory: DryMemory | None = None,
     **settings: Any,
 ) -> tuple[DryRunResult, int]:
-    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests. memory: None:
-    bounded by `memory_gib`."""
+    """The result of a run, and the hits of an ideal cache for the same order of requests. memory: None: bounded by
+    `memory_gib`."""
     ideal, held = IdealPrefix(), 0
 
     def on_submit(asked: RecordedTurn) -> None:
@@ -62,7 +61,7 @@ def dry(
         )
     run = DryRun(costs=costs, memory=memory, on_submit=on_submit, **asked_for)
     reached = run.run(iter([(name, iter(turns)) for name, turns in sessions]), concurrency)
-    assert reached.cached_tokens <= held, "no cache reaches more than the ideal one"
+    assert reached.cached_tokens <= held, "no cache exceeds the ideal one"
     assert reached.cached_tokens == sum(turn.cached_tokens for turn in reached.ended)
     assert reached.num_requests == sum(len(turns) for _, turns in sessions)
     assert reached.prompt_tokens == sum(len(one.prompt) for _, turns in sessions for one in turns)
@@ -85,8 +84,8 @@ def words(rng: random.Random, count: int) -> list[int]:
 def conversation(
     rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0
 ) -> list[RecordedTurn]:
-    """Turns that mostly continue each other; `rewrites`: the share of turns whose template renders the last loop
-    anew."""
+    """Turns that mostly continue each other; `rewrites`: the share of turns whose template changes the last tool
+    loop."""
     turns: list[RecordedTurn] = []
     history, query_end = list(opening), len(opening)
     for index in range(num_turns):
@@ -102,8 +101,7 @@ def conversation(
 
 
 def test_an_append_only_session_misses_less_than_a_block_a_request() -> None:
-    """By plain arithmetic: turn n+1 resumes at the last boundary of turn n, whose last output token is not in the
-    state."""
+    """Turn n+1 resumes at the last block boundary of turn n, whose last output token is not in the state."""
     for seed in range(10):
         rng = random.Random(seed)
         turns = conversation(rng, words(rng, 200), 12)
@@ -115,7 +113,7 @@ def test_an_append_only_session_misses_less_than_a_block_a_request() -> None:
 
 @pytest.mark.parametrize("budget", [512, 8192, "auto"])
 def test_a_fleet_computes_its_system_prompt_once(budget: int | str) -> None:
-    """Also where one step computes all of it: what is on its way is waited for until it is there."""
+    """Even if one step computes all of it: requests wait for a prefix that is being computed."""
     rng = random.Random(1)
     shared = words(rng, 40 * BLOCK_TOKENS)
     sessions = [
@@ -128,8 +126,8 @@ def test_a_fleet_computes_its_system_prompt_once(budget: int | str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
-    """The same turns through Engine, decode step and all, on a model that is told to say the recorded outputs."""
+def test_hits_equal_those_of_the_real_engine(seed: int) -> None:
+    """The same turns through a real Engine, on a model that is scripted to generate the recorded outputs."""
     rng = random.Random(seed)
     shared = [words(rng, 330), words(rng, 100)]
     sessions = [(f"s{number}", conversation(rng, shared[number % 2], 5, rewrites=0.4)) for number in range(4)]
@@ -162,7 +160,7 @@ def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
 
 
 def small_costs() -> ModelCosts:
-    """A mebibyte a row and a mebibyte a page, so that budgets can be counted on fingers."""
+    """One MiB per row and one MiB per page, which makes budgets easy to compute."""
     return ModelCosts(
         name="small",
         row_bytes=2**20,
@@ -173,7 +171,7 @@ def small_costs() -> ModelCosts:
 
 
 @pytest.mark.parametrize("mebibytes", [50, 70, 100])
-def test_a_tight_budget_is_kept_and_costs_hits(mebibytes: int) -> None:
+def test_a_tight_memory_budget_is_kept_and_costs_hits(mebibytes: int) -> None:
     rng = random.Random(2)
     sessions = [(f"s{number}", conversation(rng, words(rng, 300), 6)) for number in range(8)]
     loose, _ = dry(sessions, concurrency=6, costs=small_costs())
@@ -198,8 +196,8 @@ def grown(rng: random.Random) -> list[RecordedTurn]:
     return turns
 
 
-def test_long_sessions_wait_for_pages_however_many_rows_are_free() -> None:
-    """Rows and pages of an engine are two pools. By the bytes of both, all four sessions fit; the pages hold one and a
+def test_long_sessions_wait_for_pages_even_if_rows_are_free() -> None:
+    """Rows and pages are two pools. All four sessions fit by the bytes of both, but the pages hold only one and a
     half."""
     rng = random.Random(4)
     sessions = [(f"s{number}", grown(rng)) for number in range(4)]
@@ -209,11 +207,11 @@ def test_long_sessions_wait_for_pages_however_many_rows_are_free() -> None:
     )
     assert alone.preemptions == together.preemptions == 0
     assert together.prefill_tokens < 2 * alone.prefill_tokens, (
-        "a session that was paused computes its path once more, not every turn"
+        "a preempted session recomputes its prefix once, not in every turn"
     )
 
 
-def test_a_turn_that_cannot_fit_says_what_it_needs() -> None:
+def test_a_turn_that_cannot_fit_reports_the_memory_needed() -> None:
     rng = random.Random(3)
     big = [("big", [made_turn(words(rng, 1000), [1])])]
     with pytest.raises(
@@ -226,7 +224,7 @@ def test_a_turn_that_cannot_fit_says_what_it_needs() -> None:
         dry(big, costs=small_costs(), memory_gib=0.001)
 
 
-def test_waits_move_the_clock_and_nothing_else_does() -> None:
+def test_waits_between_turns_change_only_the_clock() -> None:
     turns = [made_turn([1] * 100, [2]), made_turn([1] * 100, [2], delay=30.0), made_turn([1] * 100, [2], delay=12.0)]
     reached, _ = dry([("s", turns)])
     assert 42.0 < reached.virtual_seconds < 43.0
@@ -245,7 +243,7 @@ def test_costs_are_listed_by_name() -> None:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """Two sessions of tools, and one of token runs."""
+    """Two sessions with tools, and one with token runs."""
     prose = "Look for the parcel in every depot of the region and say where it was last seen. " * 12
     loop = [
         turn(system(prose), user("where is it?"), expect=called(("c1", "lookup", {"k": 1}))),
@@ -265,7 +263,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_command_prints_what_was_reached(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_hit_share(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["replay", trace, "--dry-run", "27b", "--json", str(out), "--concurrency", "1"]) == 0
     shown = capsys.readouterr().out
@@ -341,7 +339,7 @@ def test_flags_shape_the_dry_run(trace: str, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_flag_that_means_nothing_is_refused_by_name(
+def test_a_flag_without_effect_is_refused_by_name(
     flags: list[str], trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", trace, "--dry-run", "27b", *flags]) == 2
@@ -352,7 +350,7 @@ def test_a_flag_that_means_nothing_is_refused_by_name(
     assert name in shown.err or flags[-1] in shown.err
 
 
-def test_a_template_is_for_the_dry_run_alone(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_without_a_dry_run_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace, "--template", "stable", "--model", "anything"]) == 2
     assert capsys.readouterr().err.startswith("agentspec: error: template='stable': is for --dry-run")
 
@@ -383,10 +381,10 @@ def shared_data() -> Path:
             639,
             300,
             RegexPieces(),
-        ),  # code and logs: tiny-agent's vocabulary splits them too finely
+        ),  # code and logs, which tiny-agent's vocabulary splits into too many tokens
     ],
 )
-def test_real_agents_come_within_seven_tenths_of_a_point_of_the_ideal(
+def test_real_agents_are_within_0_7_points_of_the_ideal_hit_share(
     name: str,
     flags: list[str],
     requests: int,
@@ -395,8 +393,7 @@ def test_real_agents_come_within_seven_tenths_of_a_point_of_the_ideal(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """computed: prompt tokens a request at most, a count that stands for time; encoder: None for the bundled
-    tokenizer."""
+    """computed: maximum prompt tokens per request, as a measure of time. encoder: None for the bundled tokenizer."""
     file = shared_data() / f"{name}.replay.jsonl.gz"
     if not file.is_file():
         pytest.skip(f"{file.name} is not here: set AGENTSPEC_SHARED_DATA to the folder of recorded sessions")

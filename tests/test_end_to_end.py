@@ -60,7 +60,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replay(
     file: Path, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str
 ) -> tuple[str, dict[str, Any], str]:
-    """The table, the JSON report and the page of a replay of the file's first sessions on the bundled model."""
+    """Replay the file's first sessions on the bundled model; return the table, the JSON report and the page."""
     table, page = folder / "out.json", folder / "out.html"
     assert main(["replay", str(file), *FAST, "--json", str(table), "--html", str(page), *flags]) == 0
     shown = capsys.readouterr()
@@ -76,12 +76,13 @@ def assert_self_contained(page: str) -> None:
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(""", page)
 
 
-def test_the_workload_is_replayed_and_told_truly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_workload_is_replayed_and_reported_correctly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, report, page = replay(WORKLOAD, tmp_path, capsys)
     summary, requests = report["summary"], report["requests"]
     for field in (
-        "sessions", "turns", "failures", "wall time", "prompt tokens", "output tokens", "output tokens a second", "prefix hit",
-        "emitted tokens a step", "drafts accepted", "acceptance by position", "time to first token", "time between tokens", "p50", "p90", "p99",
+        "sessions", "turns", "failures", "wall time", "prompt tokens", "output tokens", "output tokens a second",
+        "prefix hit", "emitted tokens a step", "drafts accepted", "acceptance by position", "time to first token",
+        "time between tokens", "p50", "p90", "p99",
     ):  # fmt: skip
         assert field in table
     assert (summary["sessions"], summary["failed_sessions"]) == (2, 0)
@@ -100,7 +101,7 @@ def test_the_workload_is_replayed_and_told_truly(tmp_path: Path, capsys: pytest.
     for request in requests:
         assert request["cached_tokens"] % BLOCK_TOKENS == 0
         assert request["completion_tokens"] >= 1
-        assert request["turn"] == 0 or request["cached_tokens"] > 0, "every later turn finds the one before"
+        assert request["turn"] == 0 or request["cached_tokens"] > 0, "every later turn hits the one before"
     assert_self_contained(page)
     assert "FORCED" not in table + page
 
@@ -131,7 +132,7 @@ def test_forced_acceptance_is_labelled_everywhere(
     assert report["summary"]["emitted_per_step"] > 3, "only the last step of a turn may be cut"
 
 
-def test_without_cache_and_drafts_the_report_says_zero_not_nothing(
+def test_the_report_shows_zeros_without_cache_and_drafts(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, report, _ = replay(
@@ -145,7 +146,7 @@ def test_without_cache_and_drafts_the_report_says_zero_not_nothing(
 
 
 def test_live_history_replays_to_the_end(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the model's calls don't fit what follows, the recorded answer takes their place; every such turn is
+    """Where the model's calls don't fit the next recorded turn, the recorded answer replaces them; such turns are
     counted."""
     _, report, _ = replay(recorded, tmp_path, capsys, "--history", "live", "--max-turns", "2")
     assert report["summary"]["failed_turns"] == 0
@@ -166,7 +167,7 @@ QUESTION: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("keeps_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])
-def test_a_tool_loop_reuses_all_of_its_last_turn(keeps_reasoning: bool, tmp_path: Path) -> None:
+def test_a_tool_loop_reuses_its_whole_last_turn(keeps_reasoning: bool, tmp_path: Path) -> None:
     async def talk(told: Told, client: httpx.AsyncClient) -> None:
         first = await told.ask(client, QUESTION, REASONING + CALL)
         choice = first["choices"][0]
@@ -187,16 +188,16 @@ def test_a_tool_loop_reuses_all_of_its_last_turn(keeps_reasoning: bool, tmp_path
         second = await told.ask(client, history)
         whole = first["prompt_token_ids"] + choice["token_ids"]
         prompt = second["prompt_token_ids"]
-        assert prompt[: len(whole)] == whole, "the very ids that were generated are back in their place"
+        assert prompt[: len(whole)] == whole, "the next prompt contains the generated ids unchanged"
         assert cached(second) == (len(whole) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (
-            "no more than its new tokens and one block are computed"
+            "at most its new tokens and one block are computed"
         )
 
     converse(tmp_path, talk)
 
 
-def test_a_new_question_reuses_all_up_to_the_last_one(tmp_path: Path) -> None:
-    """The template drops the reasoning of answered questions, so the turn itself is rendered anew."""
+def test_a_new_question_reuses_the_prefix_up_to_the_last_question(tmp_path: Path) -> None:
+    """The template drops the reasoning of answered questions, so the last turn's tokens change."""
 
     async def talk(told: Told, client: httpx.AsyncClient) -> None:
         first = await told.ask(client, QUESTION, REASONING + "\n</think>\n\nIt is in depot 7.")
@@ -233,9 +234,9 @@ def test_a_second_session_hits_system_and_tools_on_its_first_turn(tmp_path: Path
     converse(tmp_path, talk)
 
 
-def test_scores_over_http_are_the_models_own(tmp_path: Path) -> None:
-    """/v1/completions with token ids, echo, logprobs and max_tokens 0, as an evaluation harness asks; against a forward
-    that shares no code."""
+def test_logprobs_over_http_equal_those_of_a_plain_forward(tmp_path: Path) -> None:
+    """/v1/completions with token ids, echo, logprobs and max_tokens 0, as evaluation harnesses use it, against an
+    independent forward pass."""
     directory = write_checkpoint(tmp_path / "tiny", "dense", vocab_size=160)
     prompt = [(7 * place * place + 3) % 160 for place in range(150)]
     oracle = Oracle(directory)

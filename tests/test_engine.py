@@ -1,5 +1,4 @@
-"""Engine, the embedding API that its caller drives: on the hash-chain model, and on a small real checkpoint with a
-tokenizer."""
+"""Engine, the synchronous embedding API, on the hash-chain model and on a small real checkpoint with a tokenizer."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def parts() -> Assembly:
     return assembly()
 
 
-def test_generate_runs_a_request_to_its_end(parts: Assembly) -> None:
+def test_generate_runs_a_request_to_completion(parts: Assembly) -> None:
     with Engine(parts) as engine:
         ids, finish = engine.generate(submit("a"))
     assert ids == expected(parts, submit("a"))
@@ -87,7 +86,7 @@ def test_generate_runs_a_request_to_its_end(parts: Assembly) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("draft_tokens", [0, 3, "auto"])
-def test_requests_that_run_together_say_what_they_say_alone(overlap: bool, draft_tokens: Any) -> None:
+def test_batched_requests_generate_the_same_tokens_as_alone(overlap: bool, draft_tokens: Any) -> None:
     parts = assembly(overlap=overlap, draft_tokens=draft_tokens)
     asked = [submit(f"r{number}", 30 + 9 * number, first=number) for number in range(6)]
     with Engine(parts) as engine:
@@ -99,7 +98,7 @@ def test_requests_that_run_together_say_what_they_say_alone(overlap: bool, draft
     assert_nothing_left(parts)
 
 
-def test_a_second_turn_hits_the_first(parts: Assembly) -> None:
+def test_a_second_turn_hits_the_prefix_of_the_first(parts: Assembly) -> None:
     with Engine(parts) as engine:
         first = submit("one")
         ids, _ = engine.generate(first)
@@ -109,7 +108,7 @@ def test_a_second_turn_hits_the_first(parts: Assembly) -> None:
     assert heard == expected(parts, second)
 
 
-def test_a_long_prompt_does_not_change_what_others_say(parts: Assembly) -> None:
+def test_a_long_prompt_does_not_change_other_streams(parts: Assembly) -> None:
     with Engine(parts) as engine:
         engine.submit(submit("long", 450))
         engine.submit(submit("short", 5, first=9))
@@ -135,7 +134,7 @@ def test_closing_an_iterator_early_aborts_and_frees(overlap: bool, num_read: int
     assert_nothing_left(parts)
 
 
-def test_closing_an_iterator_before_its_first_event_aborts_too(parts: Assembly) -> None:
+def test_closing_an_iterator_before_its_first_event_aborts(parts: Assembly) -> None:
     with Engine(parts) as engine:
         engine.stream(submit("a")).close()
         assert not parts.loop.scheduler.knows("a")
@@ -179,7 +178,7 @@ def test_abort_of_an_unknown_or_ended_request_is_ignored(parts: Assembly) -> Non
     assert_nothing_left(parts)
 
 
-def test_a_request_that_waits_can_be_aborted() -> None:
+def test_a_waiting_request_can_be_aborted() -> None:
     parts = assembly(max_running=1)
     with Engine(parts) as engine:
         engine.submit(submit("a"))
@@ -198,7 +197,7 @@ def test_an_id_in_use_is_refused(parts: Assembly) -> None:
         assert read(engine.events("a"))[0] == expected(parts, submit("a"))
 
 
-def test_an_id_whose_events_were_not_read_is_in_use(parts: Assembly) -> None:
+def test_an_id_with_unread_events_is_in_use(parts: Assembly) -> None:
     with Engine(parts) as engine:
         engine.submit(submit("a"))
         while engine.step():
@@ -207,7 +206,7 @@ def test_an_id_whose_events_were_not_read_is_in_use(parts: Assembly) -> None:
             engine.submit(submit("a", first=2))
 
 
-def test_an_id_aborted_before_it_began_does_not_end_its_successor() -> None:
+def test_aborting_a_waiting_request_does_not_end_the_next_one_with_its_id() -> None:
     parts = assembly(max_running=1)
     with Engine(parts) as engine:
         engine.submit(submit("busy", first=2))
@@ -230,7 +229,7 @@ def test_events_of_an_unknown_id_are_refused(parts: Assembly) -> None:
             next(engine.events("a"))
 
 
-def test_an_id_has_one_reader(parts: Assembly) -> None:
+def test_an_id_accepts_only_one_reader(parts: Assembly) -> None:
     with Engine(parts) as engine:
         events = engine.stream(submit("a"))
         with pytest.raises(RequestError, match=r"request_id=.a.: .*is read already"):
@@ -238,7 +237,7 @@ def test_an_id_has_one_reader(parts: Assembly) -> None:
         assert read(events)[0] == expected(parts, submit("a"))
 
 
-def test_a_refused_submit_leaves_nothing(parts: Assembly) -> None:
+def test_a_refused_submit_leaves_no_state(parts: Assembly) -> None:
     with Engine(parts) as engine:
         with pytest.raises(ContextLengthError, match="500 tokens"):
             engine.submit(submit("a", 490))
@@ -270,7 +269,7 @@ def test_everything_but_stats_is_refused_after_close(parts: Assembly) -> None:
     assert engine.stats()["running"] == 1
 
 
-def test_stats_say_what_happened(parts: Assembly) -> None:
+def test_stats_count_requests_and_tokens(parts: Assembly) -> None:
     with Engine(parts) as engine:
         engine.generate(submit("a"))
         engine.generate(submit("b", 40))
@@ -312,7 +311,7 @@ def real(checkpoint: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(checkpoint), memory_gib=0.05, max_running=2, device="cpu", **settings))
 
 
-def test_a_checkpoint_speaks_text(checkpoint: Path) -> None:
+def test_a_real_checkpoint_yields_text(checkpoint: Path) -> None:
     with real(checkpoint) as engine:
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.encode("Where is the parcel?")
@@ -327,7 +326,7 @@ def test_a_checkpoint_speaks_text(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_a_stop_string_cuts_text_and_stream(checkpoint: Path, overlap: bool, draft_tokens: int) -> None:
+def test_a_stop_string_ends_text_and_stream(checkpoint: Path, overlap: bool, draft_tokens: int) -> None:
     plain = SamplingParams(
         temperature=1.0, seed=4, max_tokens=40, logit_bias=dict.fromkeys(range(32, 90), 60.0), ignore_eos=True
     )
@@ -358,7 +357,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def test_greedy_with_and_without_drafts_overlap_cache_and_company_is_one_stream(checkpoint: Path) -> None:
+def test_greedy_streams_do_not_depend_on_drafts_overlap_cache_or_batching(checkpoint: Path) -> None:
     prompt = [3 + place % 200 for place in range(150)]
     heard = []
     for settings in VARIANTS:

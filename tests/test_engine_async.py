@@ -1,7 +1,7 @@
-"""AsyncEngine: streams on its own thread, and what becomes of them when their reader leaves, when the engine closes,
-and when it dies.
+"""AsyncEngine: streams from its own thread, and their end when the reader leaves, the engine closes or its thread
+fails.
 
-`Gate` holds the engine's thread between two steps, so that no test depends on who is faster.
+`Gate` holds the engine's thread between two steps, so that no test depends on timing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def settle() -> None:
 
 
 class Gate:
-    """Stands before every step of the engine's thread; open until `close`."""
+    """Blocks the engine's thread before each step while it is closed. Initially open."""
 
     def __init__(self, parts: Assembly) -> None:
         self._passes = threading.Semaphore(0)
@@ -73,17 +73,17 @@ class Gate:
         self._passes.release(1000)
 
     async def arrival(self) -> None:
-        """The thread stands before a step, and everything that it did before has been delivered."""
+        """Wait until the thread is blocked before a step, and all its earlier events have been delivered."""
         await asyncio.to_thread(self._arrived.acquire)
         await settle()
 
     async def step(self) -> None:
-        """One step, then the thread stands before the next one."""
+        """Let the thread run one step, then wait until it is blocked before the next one."""
         self._passes.release()
         await self.arrival()
 
 
-def test_streams_run_together_and_say_what_they_say_alone() -> None:
+def test_concurrent_streams_generate_the_same_tokens_as_alone() -> None:
     async def main() -> None:
         parts = assembly()
         asked = [submit(f"r{number}", 30 + 7 * number, first=number) for number in range(8)]
@@ -114,7 +114,7 @@ def test_a_refused_submit_raises_from_the_first_event() -> None:
     run(main())
 
 
-def test_a_submit_of_the_wrong_type_hurts_nobody_else() -> None:
+def test_a_submit_of_the_wrong_type_does_not_affect_others() -> None:
     async def main() -> None:
         async with AsyncEngine(assembly()) as engine:
             bad = asyncio.ensure_future(anext(engine.stream(Submit(request_id="bad", prompt_ids=["one"]))))  # type: ignore[list-item]
@@ -144,7 +144,7 @@ def test_an_id_in_use_is_refused() -> None:
     run(main())
 
 
-def test_leaving_a_stream_aborts_and_frees() -> None:
+def test_leaving_a_stream_aborts_it_and_frees_its_memory() -> None:
     async def main() -> None:
         parts = assembly()
         async with AsyncEngine(parts) as engine:
@@ -158,7 +158,7 @@ def test_leaving_a_stream_aborts_and_frees() -> None:
     run(main())
 
 
-def test_a_cancelled_reader_aborts_and_frees() -> None:
+def test_cancelling_a_reader_aborts_its_request_and_frees_its_memory() -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -179,7 +179,7 @@ def test_a_cancelled_reader_aborts_and_frees() -> None:
     run(main())
 
 
-def test_a_submit_cancelled_before_it_was_taken_leaves_nothing() -> None:
+def test_a_submit_cancelled_in_the_inbox_leaves_no_state() -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -200,7 +200,7 @@ def test_a_submit_cancelled_before_it_was_taken_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_stream_left_early_does_not_speak_into_the_next_one_with_its_id(overlap: bool) -> None:
+def test_a_stream_left_early_sends_no_events_to_the_next_one_with_its_id(overlap: bool) -> None:
     async def main() -> None:
         parts = assembly(overlap=overlap, max_running=1)
         gate = Gate(parts)
@@ -209,7 +209,7 @@ def test_a_stream_left_early_does_not_speak_into_the_next_one_with_its_id(overla
             busy = asyncio.create_task(read(engine, submit("busy")))
             await gate.arrival()
             left = asyncio.create_task(read(engine, submit("a", first=2)))
-            await gate.step()  # it waits for the one slot now
+            await gate.step()  # it waits for the only slot now
             left.cancel()
             await asyncio.wait((left,))
             again = asyncio.create_task(read(engine, submit("a", first=3)))
@@ -271,7 +271,7 @@ def test_close_ends_running_streams_with_abort() -> None:
     run(main())
 
 
-def test_an_engine_that_was_not_started_refuses() -> None:
+def test_an_engine_that_was_not_started_refuses_submits() -> None:
     async def main() -> None:
         engine = AsyncEngine(assembly())
         assert not engine.alive
@@ -282,7 +282,7 @@ def test_an_engine_that_was_not_started_refuses() -> None:
     run(main())
 
 
-def test_death_ends_every_stream_and_refuses_every_submit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_thread_ends_every_stream_and_refuses_every_submit(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         parts = assembly(max_running=2)
         gate = Gate(parts)
@@ -312,7 +312,7 @@ def test_death_ends_every_stream_and_refuses_every_submit(caplog: pytest.LogCapt
     assert "the engine's thread died" in caplog.text
 
 
-def test_a_submit_that_crosses_the_death_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_submit_while_the_thread_fails_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -325,7 +325,8 @@ def test_a_submit_that_crosses_the_death_is_refused(caplog: pytest.LogCaptureFix
             put = inbox.put
 
             class Crossing:
-                """The thread dies after the submit found it alive, and before it lies in the inbox."""
+                """An inbox where the thread fails after the submit found it alive, and before the submit is in the
+                inbox."""
 
                 def put(self, item: Any) -> None:
                     gate.open()
@@ -352,7 +353,7 @@ def test_a_submit_that_crosses_the_death_is_refused(caplog: pytest.LogCaptureFix
     run(main())
 
 
-def test_the_server_of_a_dead_engine_says_503(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_of_a_failed_engine_answers_503(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -376,7 +377,7 @@ def test_the_server_of_a_dead_engine_says_503(caplog: pytest.LogCaptureFixture) 
     run(main())
 
 
-def test_stats_leave_the_cache_to_the_engines_thread() -> None:
+def test_stats_read_the_cache_on_the_engines_thread() -> None:
     async def main() -> None:
         parts = assembly()
         callers: set[str] = set()
@@ -392,12 +393,14 @@ def test_stats_leave_the_cache_to_the_engines_thread() -> None:
             await read(engine, submit("a", session_id="s"))
             assert (await engine.stats())["cache"]["checkpoints_live"] > 0
             assert callers == {"agentspec-engine"}
-        assert (await engine.stats())["cache"]["checkpoints_live"] > 0, "a closed engine still tells its last figures"
+        assert (await engine.stats())["cache"]["checkpoints_live"] > 0, (
+            "a closed engine still reports its last counters"
+        )
 
     run(main())
 
 
-def test_stats_asked_for_while_the_engine_dies_are_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_stats_requested_while_the_engine_fails_are_answered(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -415,7 +418,7 @@ def test_stats_asked_for_while_the_engine_dies_are_answered(caplog: pytest.LogCa
     run(main())
 
 
-def test_usage_and_prompt_scores_cross_the_thread() -> None:
+def test_usage_and_prompt_scores_reach_the_reader() -> None:
     async def main() -> None:
         parts = assembly()
         async with AsyncEngine(parts) as engine:
@@ -433,7 +436,7 @@ def test_usage_and_prompt_scores_cross_the_thread() -> None:
     run(main())
 
 
-def test_streams_with_stop_ids_and_seeds_are_the_same_whatever_runs_beside_them() -> None:
+def test_streams_with_stop_ids_and_seeds_do_not_depend_on_batching() -> None:
     sampled = SamplingParams(temperature=1.0, seed=11, max_tokens=40, stop_token_ids=(7,))
 
     async def main() -> None:
@@ -451,7 +454,7 @@ def test_streams_with_stop_ids_and_seeds_are_the_same_whatever_runs_beside_them(
 
 
 class Pieces:
-    """What a start has left to an engine's thread."""
+    """A fake for start-up work that the engine's thread does while it is idle."""
 
     def __init__(self, parts: Assembly, number: int) -> None:
         self.left, self.asked = number, 0
@@ -467,26 +470,26 @@ class Pieces:
         return True
 
 
-def test_an_idle_engine_does_what_its_start_has_left_then_waits() -> None:
+def test_an_idle_engine_finishes_its_start_up_work_then_waits() -> None:
     async def main() -> None:
         parts = assembly()
         pieces = Pieces(parts, 5)
         async with AsyncEngine(parts) as engine:
             await asyncio.to_thread(pieces.done.wait)
-            assert (pieces.left, pieces.asked) == (0, 6), "once more, to learn that nothing is left"
+            assert (pieces.left, pieces.asked) == (0, 6), "the last call finds that nothing is left"
             asked = submit("a")
             assert (await read(engine, asked))[0] == expected(parts, asked)
 
     run(main())
 
 
-def test_a_request_comes_before_the_next_piece() -> None:
+def test_a_request_runs_before_the_next_piece_of_start_up_work() -> None:
     async def main() -> None:
         parts = assembly()
         pieces = Pieces(parts, 10**9)
         async with AsyncEngine(parts) as engine:
             asked = submit("a")
             assert (await read(engine, asked))[0] == expected(parts, asked)
-        assert 0 < pieces.left < 10**9, "it was never waited for"
+        assert 0 < pieces.left < 10**9, "the request didn't wait for it"
 
     run(main())

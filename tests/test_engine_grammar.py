@@ -1,8 +1,7 @@
-"""The way of a grammar into an engine: compiled beside everything else, refused by name, and given up when nobody waits
-for it any more.
+"""Grammar requests in an engine: compiled in the background, refused by name, and dropped when no reader waits.
 
-The compiler is a fake that makes random automata and may be told to wait, but for one test;
-tests/runtime/test_grammar.py is about the real one.
+Except in one test, the compiler is a fake that makes random automata and can be told to wait;
+tests/runtime/test_grammar.py tests the real one.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class FakeCompiled:
 
 
 class FakeCompiler:
-    """Compiles `slow` grammars when it is told to, refuses `bad` ones, and breaks on `bug`."""
+    """Compiles `slow` grammars only when told to, refuses `bad` ones, and raises an internal error on `bug`."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -107,7 +106,7 @@ def expected_constrained(parts: Assembly, asked: Submit) -> list[int]:
     )
 
 
-def test_an_engine_compiles_where_it_is_asked() -> None:
+def test_engine_compiles_in_the_caller() -> None:
     parts, compiler = house()
     with Engine(parts) as engine:
         ids, _ = engine.generate(constrained("a"))
@@ -140,7 +139,7 @@ def test_no_compiler_is_built_before_the_first_grammar() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"force_acceptance": (0.5, 0.5, 0.5)}])
-def test_a_grammar_is_refused_by_name_where_it_cannot_work(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_unusable_grammar_is_refused_by_name(settings: dict[str, Any], tmp_path: Path) -> None:
     if settings:
         engine = Engine(EngineConfig(draft_tokens=3, **settings))
     else:
@@ -168,10 +167,10 @@ def test_a_compiler_can_be_built_before_the_first_grammar() -> None:
     source.prepare()
     with pytest.raises(EngineClosedError):
         source.make(Grammar(kind="regex", source="fast"))
-    assert len(built) == 1, "none is built behind the end"
+    assert len(built) == 1, "none is built after the end"
 
 
-def test_what_goes_wrong_while_a_compiler_is_built_early_is_said_to_who_sends_a_grammar() -> None:
+def test_an_error_of_building_the_compiler_early_reaches_the_first_grammar() -> None:
     tried = threading.Semaphore(0)
 
     def new_compiler() -> FakeCompiler:
@@ -187,14 +186,14 @@ def test_what_goes_wrong_while_a_compiler_is_built_early_is_said_to_who_sends_a_
     ConstraintSource(None, refusal="takes none").prepare()
 
 
-def test_an_async_engine_compiles_beside_its_thread_and_its_event_loop() -> None:
+def test_async_engine_compiles_off_its_thread_and_its_event_loop() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
             waiting = asyncio.create_task(read(engine, constrained("slow", "slow")))
             await settle()
             plain = await read(engine, submit("plain"))
-            assert plain[0] == expected(parts, submit("plain")), "the engine goes on meanwhile"
+            assert plain[0] == expected(parts, submit("plain")), "the engine runs meanwhile"
             quick = await read(engine, constrained("quick"))
             assert quick[0] == expected_constrained(parts, constrained("quick")), "and so do other grammars"
             assert not waiting.done()
@@ -207,7 +206,7 @@ def test_an_async_engine_compiles_beside_its_thread_and_its_event_loop() -> None
     run(main())
 
 
-def test_a_grammar_that_is_refused_or_breaks_the_compiler_hurts_its_sender_only() -> None:
+def test_a_refused_or_crashing_grammar_affects_only_its_request() -> None:
     async def main() -> None:
         parts, _ = house()
         async with AsyncEngine(parts) as engine:
@@ -217,7 +216,7 @@ def test_a_grammar_that_is_refused_or_breaks_the_compiler_hurts_its_sender_only(
             with pytest.raises(ZeroDivisionError):
                 await read(engine, constrained("a", "bug"))
             assert (await read(engine, constrained("a")))[0] == expected_constrained(parts, constrained("a")), (
-                "the id is free, the engine lives"
+                "the id is free, the engine runs"
             )
             await other
         assert_nothing_left(parts)
@@ -243,7 +242,7 @@ def test_an_abort_while_compiling_ends_the_stream() -> None:
     run(main())
 
 
-def test_a_reader_that_leaves_while_compiling_leaves_nothing() -> None:
+def test_a_reader_that_leaves_while_compiling_leaves_no_state() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
@@ -261,7 +260,7 @@ def test_a_reader_that_leaves_while_compiling_leaves_nothing() -> None:
     run(main())
 
 
-def test_a_compile_that_nobody_waits_for_any_more_is_not_begun() -> None:
+def test_a_compile_without_a_waiting_reader_is_not_started() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
@@ -281,7 +280,7 @@ def test_a_compile_that_nobody_waits_for_any_more_is_not_begun() -> None:
 
 
 def test_a_known_grammar_does_not_wait_behind_new_ones() -> None:
-    """Finding 9 of issue 18: it waited for 17 s behind 34 new ones."""
+    """Issue 18, finding 9: it waited 17 s behind 34 new ones."""
 
     async def main() -> None:
         parts, compiler = house()
@@ -299,7 +298,7 @@ def test_a_known_grammar_does_not_wait_behind_new_ones() -> None:
     run(main())
 
 
-def test_compiles_go_by_owner_and_session() -> None:
+def test_compiles_take_turns_by_owner_and_session() -> None:
     async def main() -> None:
         parts, compiler = house()
         order: list[str] = []
@@ -327,7 +326,7 @@ def test_compiles_go_by_owner_and_session() -> None:
     run(main())
 
 
-def test_one_too_many_compiles_is_refused_and_of_whoever_has_the_most() -> None:
+def test_a_full_compile_queue_refuses_the_owner_with_the_most_jobs() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
@@ -360,7 +359,7 @@ def test_an_id_is_in_use_while_its_grammar_compiles() -> None:
     run(main())
 
 
-def test_closing_ends_who_waits_for_a_compile() -> None:
+def test_closing_ends_requests_that_wait_for_a_compile() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
@@ -376,7 +375,7 @@ def test_closing_ends_who_waits_for_a_compile() -> None:
     run(main())
 
 
-def test_a_death_while_compiling_refuses(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_thread_refuses_requests_that_are_compiling(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         parts, _ = house()
         async with AsyncEngine(parts) as engine:
@@ -391,7 +390,7 @@ def test_a_death_while_compiling_refuses(caplog: pytest.LogCaptureFixture) -> No
     run(main())
 
 
-def test_a_compile_that_ends_as_the_engine_closes_is_refused() -> None:
+def test_a_compile_that_finishes_while_the_engine_closes_is_refused() -> None:
     async def main() -> None:
         parts, compiler = house()
         made = threading.Event()
@@ -407,7 +406,7 @@ def test_a_compile_that_ends_as_the_engine_closes_is_refused() -> None:
             waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
             await settle()
             compiler.go_on.set()
-            made.wait(60)  # the constraint waits for this event loop, and so does the close
+            made.wait(60)  # both the constraint and the close wait for this event loop
             closing = asyncio.create_task(engine.close())
             with pytest.raises(EngineClosedError):
                 await waiting
@@ -417,7 +416,7 @@ def test_a_compile_that_ends_as_the_engine_closes_is_refused() -> None:
     run(main())
 
 
-def test_scores_and_constraints_cross_the_thread() -> None:
+def test_scores_and_constraints_reach_the_reader() -> None:
     async def main() -> None:
         parts, _ = house()
         async with AsyncEngine(parts) as engine:
@@ -435,10 +434,10 @@ def test_scores_and_constraints_cross_the_thread() -> None:
 
 LATE = "".join(random.Random(1).choices("zqxjv", k=70))
 DEAD_END = f'root ::= "{LATE}" dead\ndead ::= []'
-"""Beyond what a trial walk sees: most of these letters are tokens of their own."""
+"""Longer than the trial walk: most of these letters are single tokens."""
 
 
-def test_a_dead_end_that_shows_late_is_a_refusal_half_way() -> None:
+def test_a_dead_end_during_generation_ends_with_a_refusal() -> None:
     heard = []
     for draft_tokens in (0, 3):
         parts = assemble(EngineConfig(draft_tokens=draft_tokens, device="cpu", memory_gib=0.2))
@@ -464,7 +463,7 @@ def test_a_dead_end_that_shows_late_is_a_refusal_half_way() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: str) -> None:
+def test_the_server_names_the_field_of_a_dead_end_during_generation(path: str) -> None:
     async def main() -> None:
         parts = assemble(EngineConfig(device="cpu", memory_gib=0.2))
         prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
@@ -492,7 +491,7 @@ def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: st
 
 
 def test_the_real_compiler_on_the_bundled_model() -> None:
-    """An answer to a schema, with drafts and without: the same one, and JSON that validates."""
+    """The answers to a schema with and without drafts are equal, and the JSON validates."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},

@@ -1,5 +1,4 @@
-"""The heartbeat of an engine in its own process, and what becomes of one that sends none: counted on a clock of the
-test's own."""
+"""The heartbeat of an engine in its own process, and the handling of an engine without one, on a fake clock."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 
 
-def test_silence_counts_from_the_last_beat() -> None:
+def test_silence_is_measured_from_the_last_heartbeat() -> None:
     clock = Clock()
     pulse = Pulse(clock)
     for _ in range(20):
@@ -49,19 +48,19 @@ def test_silence_counts_from_the_last_beat() -> None:
     assert pulse.seconds == 0
 
 
-def test_a_server_that_stood_still_holds_that_against_nobody() -> None:
+def test_time_in_which_the_server_was_stopped_is_no_silence() -> None:
     clock = Clock()
     pulse = Pulse(clock)
     clock.now += 5
     for _ in range(10):
         pulse.tick()
     assert pulse.seconds == 2 * TICK_SECONDS
-    clock.now += 3600  # the whole machine, say
+    clock.now += 3600  # such as the whole machine
     pulse.tick()
     assert pulse.seconds <= 4 * TICK_SECONDS
 
 
-def test_a_beat_proves_that_the_engines_thread_goes_on() -> None:
+def test_a_heartbeat_means_that_the_engines_thread_runs() -> None:
     async def main() -> None:
         parts = assembly()
         gate = Gate(parts)
@@ -72,7 +71,7 @@ def test_a_beat_proves_that_the_engines_thread_goes_on() -> None:
             await gate.arrival()
             beat = asyncio.create_task(engine.beat())
             await settle()
-            assert not beat.done(), "a step is in the way"
+            assert not beat.done(), "a step is running"
             gate.open()
             await beat
             reader.cancel()
@@ -95,7 +94,7 @@ def with_client(engine: RemoteEngine, ask: Callable[[httpx.AsyncClient], Awaitab
 COMPLETION = {"model": "tiny-agent", "prompt": [5, 6, 7], "max_tokens": 4}
 
 
-def test_a_stopped_engine_is_told_of_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_engine_is_reported_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "ASK_SECONDS", 0.05)
     clock = Clock()
 
@@ -111,7 +110,7 @@ def test_a_stopped_engine_is_told_of_and_comes_back(monkeypatch: pytest.MonkeyPa
                 answer = await client.get("/stats")
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
                 assert answer.json()["error"]["message"] == "the engine did not answer within 0.05 seconds"
-                assert (await client.get("/health")).status_code == 200, "it is not silent for long"
+                assert (await client.get("/health")).status_code == 200, "it hasn't been silent for long"
                 assert (await client.get("/metrics")).status_code == 200
                 clock.now += 31
                 for path in ("/health", "/ping", "/ready", "/live", "/stats"):
@@ -131,7 +130,7 @@ def test_a_stopped_engine_is_told_of_and_comes_back(monkeypatch: pytest.MonkeyPa
     run(main())
 
 
-def test_an_engine_silent_for_much_longer_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_heartbeat_for_ten_times_as_long_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
 
     async def main() -> None:
@@ -160,7 +159,7 @@ def test_an_engine_silent_for_much_longer_is_killed(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_without_a_token_when_its_engine_is_killed_gets_503(stream: bool) -> None:
+def test_a_request_without_tokens_gets_503_when_its_engine_is_killed(stream: bool) -> None:
     async def main() -> None:
         async with await RemoteEngine.start(CONFIG) as engine:
 
@@ -180,7 +179,7 @@ def test_a_request_without_a_token_when_its_engine_is_killed_gets_503(stream: bo
 
 
 class Mortal:
-    """What a KeptEngine needs of an engine, which ends when it is told to."""
+    """A fake engine for KeptEngine that ends when told to."""
 
     def __init__(self) -> None:
         self.died = asyncio.Event()
@@ -193,13 +192,13 @@ class Mortal:
         self.is_closed = True
 
 
-def test_a_dead_engine_is_started_again_but_not_twice_in_some_minutes() -> None:
+def test_an_ended_engine_is_restarted_at_most_once_in_some_minutes() -> None:
     async def main() -> None:
         clock = Clock()
         started: list[Mortal] = [Mortal()]
 
         async def restart() -> RemoteEngine:
-            assert started[-1].is_closed, "what it holds is free"
+            assert started[-1].is_closed, "its resources are released"
             started.append(Mortal())
             return cast(RemoteEngine, started[-1])
 
@@ -220,7 +219,7 @@ def test_a_dead_engine_is_started_again_but_not_twice_in_some_minutes() -> None:
     run(main())
 
 
-def test_an_engine_that_can_not_be_started_again_is_lost() -> None:
+def test_an_engine_that_fails_to_restart_is_lost() -> None:
     async def restart() -> RemoteEngine:
         raise AgentspecError("no memory")
 

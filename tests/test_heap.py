@@ -1,4 +1,4 @@
-"""A process that took large blocks gives them back."""
+"""A process returns large freed memory blocks to the system."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def rss():
 before, small = rss(), []
 for _ in range(20):
     large = [bytearray(3 << 20) for _ in range(8)]
-    small.append(bytearray(100_000))  # stays, behind the large ones
+    small.append(bytearray(100_000))  # stays allocated after the large ones
     del large
 print(rss() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
-def test_large_blocks_go_back_to_the_system() -> None:
+def test_large_freed_blocks_are_returned_to_the_system() -> None:
     shown = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert float(shown.stdout) < 8, "MiB that are held; the small blocks are 2"

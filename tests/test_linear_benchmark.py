@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.linear` makes of its times: which plan is chosen, and the file that the package reads."""
+"""`python -m benchmarks.linear`: the choice of plans from measured times, and the file that the package reads."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def cells(times: dict[int, dict[Plan | None, float]], shape: Shape = SHAPE) -> d
     }
 
 
-def test_one_plan_has_all_small_counts_if_it_costs_little() -> None:
+def test_one_plan_serves_all_small_counts_if_it_costs_little() -> None:
     times = {count: {WIDE: 10.1, NARROW: 10.0, None: 12.0} for count in (1, 2, 4, 8)} | {16: {WIDE: 11.0, None: 12.0}}
     assert chosen_plans(SHAPE, cells(times)) == [(16, WIDE)]
 
 
-def test_where_it_costs_more_a_stream_alone_has_its_own_with_and_without_drafts() -> None:
+def test_a_single_stream_has_its_own_plan_if_a_shared_one_costs_more() -> None:
     times = {count: {WIDE: 10.5, NARROW: 10.0, None: 12.0} for count in (1, 2, 4)}
     times |= {8: {WIDE: 10.5, NARROW: 11.0, None: 12.0}, 16: {WIDE: 11.0, None: 12.0}}
     assert chosen_plans(SHAPE, cells(times)) == [(4, NARROW), (16, WIDE)]
 
 
-def test_of_plans_as_good_the_one_without_a_running_prefetch_is_taken() -> None:
+def test_of_equal_plans_the_one_without_a_running_prefetch_is_chosen() -> None:
     assert chosen_plans(SHAPE, cells({32: {WIDE: 10.09, RUNNING: 10.0}})) == [(32, WIDE)]
     assert chosen_plans(SHAPE, cells({32: {WIDE: 10.2, RUNNING: 10.0}})) == [(32, RUNNING)]
 
 
-def test_torch_is_taken_where_it_is_clearly_faster_and_never_for_scores() -> None:
+def test_torch_is_chosen_where_clearly_faster_and_never_for_scores() -> None:
     times: dict[int, dict[Plan | None, float]] = {64: {WIDE: 10.05, None: 10.0}, 128: {WIDE: 12.0, None: 10.0}}
     assert chosen_plans(SHAPE, cells(times)) == [(64, WIDE), (128, None)]
     logits = MODELS["4B"].shapes()["logits"]
     assert chosen_plans(logits, cells(times, logits)) == [(128, WIDE)]
 
 
-def test_the_file_is_what_the_package_reads(tmp_path: Path) -> None:
+def test_the_package_reads_the_written_file(tmp_path: Path) -> None:
     measured = cells(
         {4: {NARROW: 10.0, WIDE: 12.0, None: 13.0}, 16: {RUNNING: 12.0, None: 13.0}, 128: {WIDE: 30.0, None: 20.0}}
     )
@@ -57,7 +57,7 @@ def test_the_file_is_what_the_package_reads(tmp_path: Path) -> None:
     assert linear_plans._read(path, "fp8") == {}
 
 
-def test_a_plan_says_whether_its_norm_is_apart(tmp_path: Path) -> None:
+def test_a_plan_records_whether_its_norm_is_separate(tmp_path: Path) -> None:
     scaled = replace(SHAPE, fp8=True)
     measured = cells({4: {NARROW: 10.0, APART: 8.0}, 64: {WIDE: 10.0, APART: 12.0}}, scaled)
     path = tmp_path / "plans.json"
@@ -66,7 +66,7 @@ def test_a_plan_says_whether_its_norm_is_apart(tmp_path: Path) -> None:
     assert [describe(plan) for plan in (APART, WIDE)] == ["norm + 64x16x128 s4 w4 /2 r2 a3", "64x16x128 s4 w4 r2 a3"]
 
 
-def test_candidates_for_8_bit_weights_have_the_norm_apart_and_within_and_only_apart_do_they_split() -> None:
+def test_8_bit_candidates_fuse_or_separate_the_norm_and_split_only_if_separate() -> None:
     for layer in ("delta in", "ffn in"):
         shape = MODELS["27B-FP8"].shapes()[layer]
         for num_tokens in (4, 16, 64):
@@ -75,10 +75,10 @@ def test_candidates_for_8_bit_weights_have_the_norm_apart_and_within_and_only_ap
             assert all(plan.norm_apart or plan.split == 1 for plan in plans)
             assert any(plan.split > 1 for plan in plans) == (shape.kind == "norm_linear")
     shape = MODELS["27B"].shapes()["ffn in"]
-    assert not any(plan.norm_apart for plan in candidates(shape, 4, 132)), "16-bit weights keep the norm within"
+    assert not any(plan.norm_apart for plan in candidates(shape, 4, 132)), "16-bit weights fuse the norm"
 
 
-def test_what_was_not_measured_again_keeps_its_record(tmp_path: Path) -> None:
+def test_entries_that_were_not_measured_again_are_kept(tmp_path: Path) -> None:
     scaled = replace(SHAPE, fp8=True)
     other = MODELS["4B"].shapes()["delta out"]
     first = plan_file("some device", cells({4: {NARROW: 10.0}}) | cells({4: {NARROW: 9.0}}, other), NOTHING)
@@ -95,7 +95,7 @@ def test_what_was_not_measured_again_keeps_its_record(tmp_path: Path) -> None:
     assert linear_plans._read(path, "fp8") == {("norm_linear", 12352, 2560): ((4, WIDE),)}
 
 
-def test_the_tables_have_a_row_a_layer_and_a_row_a_cell() -> None:
+def test_the_tables_have_a_row_per_layer_and_a_row_per_cell() -> None:
     measured = cells({4: {NARROW: 20.0, None: 26.0}, 128: {WIDE: 40.0, None: 30.0}})
     assert list(chosen_lines(measured, ["4B"], 3e12))[2:] == [
         "| 4B | delta in | 12352 x 2560 | 20.0 105%, 26.0 | 30.0 70%, 30.0 |"

@@ -1,4 +1,4 @@
-"""`min_tokens` through the server, on the bundled model: what clients see of it."""
+"""`min_tokens` over HTTP on the bundled model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(*asked: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
     return asyncio.run(run())
 
 
-def test_an_answer_goes_on_to_its_minimum_and_may_end_then() -> None:
+def test_an_answer_continues_to_its_minimum_and_may_end_then() -> None:
     limits = {"min_tokens": 60, "max_tokens": 64}
     free, chat, completion, ignoring = post(
         CHAT,
@@ -48,18 +48,18 @@ def test_an_answer_goes_on_to_its_minimum_and_may_end_then() -> None:
         (CHAT[0], CHAT[1] | limits | {"ignore_eos": True}),
     )
     natural = free.json()["choices"][0]["token_ids"]
-    assert len(natural) < 60, "it ends by itself long before"
+    assert len(natural) < 60, "without a minimum it ends long before"
     for answer in (chat, completion, ignoring):
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
         assert 60 <= len(choice["token_ids"]) <= 64
         assert natural[-1] not in choice["token_ids"][:60] or answer is ignoring
         assert choice["token_ids"][: len(natural) - 1] == natural[:-1] or answer is completion, (
-            "until the end that is held back it is the same"
+            "it is the same up to the suppressed end"
         )
 
 
-def test_a_minimum_that_can_not_be_kept_is_refused_by_name() -> None:
+def test_an_impossible_minimum_is_refused_by_name() -> None:
     form = {"min_tokens": 10, "structured_outputs": {"regex": "ab"}, "max_tokens": 30}
     too_large = {"min_tokens": 17}
     answers = post(
@@ -76,7 +76,7 @@ def test_a_minimum_that_can_not_be_kept_is_refused_by_name() -> None:
     assert "max_tokens=16" in answers[2].json()["error"]["message"], "the default of completions"
 
 
-def test_the_embedded_engine_names_it_too() -> None:
+def test_the_embedded_engine_refuses_it_by_name() -> None:
     with Engine(EngineConfig(device="cpu", memory_gib=0.2)) as engine:
         submit = Submit(
             request_id="a",

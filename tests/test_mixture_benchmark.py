@@ -1,5 +1,5 @@
-"""Mixtures and 8-bit weights in `python -m benchmarks.decode`, without figures: which bytes and experts count, who
-takes turns, what is checked."""
+"""Mixtures and 8-bit weights in `python -m benchmarks.decode` on a small CPU model: byte counts, experts, overlap and
+checks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mixture() -> PrefilledModel:
 
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Stands for the module whose override decides on overlap."""
+    """A fake for the module whose override decides on overlap."""
     module = ModuleType("mixture")
     module.forced_placement = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, overlap.MIXTURE_MODULE, module)
@@ -65,20 +65,20 @@ def test_fp8_configs_are_the_same_models_with_every_linear_in_8_bits(size: str, 
     assert quantized_names(CONFIGS[size]) == {name for name in parameter_shapes(CONFIGS[size]) if is_convertible(name)}
 
 
-def test_dry_runs_know_the_mixture_s_state() -> None:
+def test_dry_runs_have_costs_of_the_mixture() -> None:
     config, costs = CONFIGS["35B-A3B"], model_costs("35b-a3b")
     assert row_bytes(state_forms(config, torch.bfloat16)) == costs.row_bytes
     assert page_bytes(state_forms(config, torch.bfloat16)) == 64 * costs.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (3, 100, 129)], ids=str)
-def test_8_bit_weights_take_their_values_and_multipliers(shape: tuple[int, ...]) -> None:
+def test_bytes_of_8_bit_weights_are_values_and_scales(shape: tuple[int, ...]) -> None:
     assert weight_bytes(shape, torch.bfloat16, fp8=True) == quantize_blocks(torch.ones(shape)).nbytes
     assert weight_bytes(shape, torch.bfloat16, fp8=False) == 2 * math.prod(shape)
 
 
 @pytest.mark.parametrize("size", ["35B-A3B", "35B-A3B-FP8"])
-def test_of_a_mixture_the_chosen_experts_count(size: str) -> None:
+def test_only_the_chosen_experts_of_a_mixture_count(size: str) -> None:
     config = CONFIGS[size]
     settings: dict[str, Any] = {"batch": 1, "num_drafted": 1, "context": 0, "draft_vocab": 0}
     every = step_bytes(config, **settings, experts=Experts(trunk=256, draft=256))
@@ -91,11 +91,11 @@ def test_of_a_mixture_the_chosen_experts_count(size: str) -> None:
     expert = every.experts // (40 * 256)
     assert every.mtp - some.mtp == 248 * expert
     assert expert == pytest.approx(3 * 2048 * 512 * (1 if config.quantization else 2), rel=1e-3)
-    with pytest.raises(AssertionError, match="experts that were chosen"):
+    with pytest.raises(AssertionError, match="need the chosen experts"):
         step_bytes(config, **settings)
 
 
-def test_drafts_in_8_bits_are_counted_so() -> None:
+def test_8_bit_drafts_are_counted_with_8_bits() -> None:
     config = CONFIGS["4B"]
     plain, fp8 = (
         step_bytes(config, batch=1, num_drafted=3, context=0, draft_vocab=32_768, fp8_drafts=choice)
@@ -110,7 +110,7 @@ def test_drafts_in_8_bits_are_counted_so() -> None:
 # Experts
 
 
-def test_different_experts_of_a_call_are_counted(mixture: PrefilledModel) -> None:
+def test_distinct_experts_of_a_call_are_counted(mixture: PrefilledModel) -> None:
     [layer] = mixture.mixtures[1]
     assert isinstance(layer.ffn, MixtureOfExperts)
     x_NH = torch.randn(5, MOE.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def test_different_experts_of_a_call_are_counted(mixture: PrefilledModel) -> Non
     assert int(count_chosen(x_NH[:1], layer.post_norm, layer.ffn.weights)) == 2
 
 
-def test_touched_experts_are_those_of_the_engine_s_steps(mixture: PrefilledModel) -> None:
+def test_touched_experts_are_those_of_the_engines_steps(mixture: PrefilledModel) -> None:
     ffns = [layer.ffn for layer in mixture.layers]
     touched = touched_experts(case(batch=1, depth=3), mixture, CPU, num_steps=5)
     assert 2 <= touched.trunk.least <= touched.trunk.mean <= touched.trunk.most <= 8
@@ -132,11 +132,11 @@ def test_touched_experts_are_those_of_the_engine_s_steps(mixture: PrefilledModel
     assert touched_experts(case(batch=1, depth=0), mixture, CPU, num_steps=5).draft is None
     for layer in mixture.layers:
         assert isinstance(layer.ffn, MixtureOfExperts)
-        layer.ffn.weights.router_XH.zero_()  # equal scores: the same experts for every token
+        layer.ffn.weights.router_XH.zero_()  # equal scores select the same experts for every token
     assert touched_experts(case(batch=4), mixture, CPU, num_steps=5).trunk == Spread(mean=2.0, least=2, most=2)
 
 
-def test_counting_ends_with_its_block(mixture: PrefilledModel) -> None:
+def test_counting_ends_with_its_context(mixture: PrefilledModel) -> None:
     layer = mixture.layers[0]
     before = layer.ffn
     with counting([layer]) as [counter]:
@@ -147,7 +147,9 @@ def test_counting_ends_with_its_block(mixture: PrefilledModel) -> None:
 # Overlap
 
 
-def test_two_engines_take_turns(mixture: PrefilledModel, switch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_are_measured_alternately(
+    mixture: PrefilledModel, switch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built, turns = [], []
     init, turn = RunningEngine.__init__, overlap._turn_ms
 
@@ -182,14 +184,14 @@ def test_a_sibling_has_the_same_weights_and_its_own_state(mixture: PrefilledMode
     assert sibling.layers is mixture.layers
 
 
-def test_the_gain_is_that_of_the_medians() -> None:
+def test_the_gain_compares_medians() -> None:
     off, on = Turns(choice="off", turns_ms=[4.0, 5.0, 9.0]), Turns(choice="on", turns_ms=[4.5, 4.0, 3.0])
     assert on.saved(off) == pytest.approx(1 - 4.0 / 5.0)
     assert on.num_won(off) == 2
 
 
 def layer_of_a_mixture(start: float, *, shift: float) -> list[dict[str, object]]:
-    """100 us: a mixer, two routed kernels one after the other, and the shared expert's, `shift` earlier than behind
+    """100 us: a mixer, two routed kernels in sequence, and the shared expert's kernel, `shift` earlier than after
     them."""
     gate_up, down = overlap.ROUTED_KERNELS
     return [
@@ -201,7 +203,7 @@ def layer_of_a_mixture(start: float, *, shift: float) -> list[dict[str, object]]
 
 
 @pytest.mark.parametrize(("shift", "expected"), [(0.0, {}), (45.0, {"shared": 40.0}), (10.0, {"shared": 20.0})])
-def test_what_runs_beside_the_routed_experts_is_found(shift: float, expected: dict[str, float]) -> None:
+def test_kernels_that_overlap_the_routed_experts_are_found(shift: float, expected: dict[str, float]) -> None:
     events = [kernel for start in (0.0, 100.0, 200.0, 300.0) for kernel in layer_of_a_mixture(start, shift=shift)]
     timeline = trace.timeline({"traceEvents": events}, num_steps=2)
     turns = Turns(choice="on")
@@ -216,7 +218,7 @@ def test_what_runs_beside_the_routed_experts_is_found(shift: float, expected: di
 
 
 @pytest.mark.parametrize("config", [TOY, MOE], ids=["dense", "mixture"])
-def test_blocks_are_held_against_float32(config: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_compared_with_float32(config: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = replace(config, quantization=CONFIGS["27B-FP8"].quantization)
     assert "FFN of 300" in check_blocks("toy", fp8, CPU)
     made = block_checks.twins
@@ -233,7 +235,7 @@ def test_blocks_are_held_against_float32(config: TextConfig, monkeypatch: pytest
         check_blocks("toy", fp8, CPU)
 
 
-def test_only_what_the_small_model_lacks_is_checked_by_blocks() -> None:
+def test_only_parts_missing_in_the_small_model_are_checked_by_blocks() -> None:
     assert {name for name, config in CONFIGS.items() if wants_block_checks(config)} == {
         "27B-FP8",
         "35B-A3B",

@@ -1,5 +1,5 @@
-"""What runs without a model cost in time: tables that pass through what was measured, and a device that does one step
-after the other."""
+"""Simulated time of runs without a model: tables that interpolate measurements, and a device that runs steps in
+order."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ COSTS = ModelCosts(
 )
 
 
-def test_a_pass_takes_what_its_tokens_and_their_contexts_take() -> None:
+def test_a_prefill_pass_costs_its_tokens_and_their_contexts() -> None:
     assert COSTS.pass_seconds([]) == 0
     alone = COSTS.pass_seconds([(0, 1024)])
     assert alone == pytest.approx(0.015 + 1024 * 1025 / 2 * 2e-10)
     assert COSTS.pass_seconds([(10_000, 1024)]) - alone == pytest.approx(1024 * 10_000 * 2e-10)
-    assert COSTS.pass_seconds([(0, 10)]) == pytest.approx(0.005 + 55 * 2e-10), "weights are read for few tokens, too"
+    assert COSTS.pass_seconds([(0, 10)]) == pytest.approx(0.005 + 55 * 2e-10), "a few tokens also read all weights"
     padded, whole = COSTS.pass_seconds([(0, 65)]), COSTS.pass_seconds([(0, 65)] * 5)
-    assert padded == pytest.approx(0.015 + 65 * 33 * 2e-10), "a graph is as long as its size"
-    assert whole < padded, "five sequences are no graph"
+    assert padded == pytest.approx(0.015 + 65 * 33 * 2e-10), "a graph takes the time of its full size"
+    assert whole < padded, "five sequences run without a graph"
     assert COSTS.pass_seconds([(0, 16_384)]) > 2 * COSTS.pass_seconds([(0, 8192)])
 
 
-def test_a_step_takes_what_its_graph_and_its_contexts_take() -> None:
+def test_a_decode_step_costs_its_graph_and_its_contexts() -> None:
     assert COSTS.step_seconds([]) == 0
     assert COSTS.step_seconds([1000]) == pytest.approx(0.004 + 1e-5)
     assert COSTS.step_seconds([0, 0]) == COSTS.step_seconds([0] * 4) == pytest.approx(0.005)
@@ -52,7 +52,7 @@ def test_a_step_takes_what_its_graph_and_its_contexts_take() -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_COSTS)
-def test_named_costs_make_sense(name: str) -> None:
+def test_named_costs_are_plausible(name: str) -> None:
     costs = model_costs(name)
     sizes = [costs.pass_seconds([(0, count)]) for count in (64, 800, 2048, 8192)]
     assert sizes == sorted(sizes)
@@ -92,7 +92,7 @@ def join(slot: int) -> SlotJoin:
     )
 
 
-def test_a_step_begins_when_the_one_before_has_ended_and_the_clock_follows_the_host() -> None:
+def test_steps_run_in_order_and_the_clock_follows_the_host() -> None:
     clock = VirtualClock()
     device = TimedExecutor(Recorder(), costs=dataclasses.replace(COSTS, context_seconds=0.0), clock=clock)
     first, second = (
@@ -105,14 +105,14 @@ def test_a_step_begins_when_the_one_before_has_ended_and_the_clock_follows_the_h
     third = device.launch(StepPlan(decode_slots=[0], first_slots=[1]))
     device.collect(second)
     assert clock.now == pytest.approx(0.009)
-    clock.now = 1.0  # nothing was asked for meanwhile
+    clock.now = 1.0  # no step was launched meanwhile
     device.collect(third)
     assert clock.now == 1.0
     device.collect(device.launch(StepPlan(decode_slots=[0])))
     assert clock.now == pytest.approx(1.004)
 
 
-def test_windows_that_ride_save_their_weights() -> None:
+def test_riding_windows_save_reading_the_weights() -> None:
     costs = dataclasses.replace(COSTS, ride_seconds=0.002)
     seconds = []
     for num_slots in (8, 64):
@@ -133,12 +133,12 @@ def test_windows_that_ride_save_their_weights() -> None:
         apart = costs.pass_seconds([(0, 800)]) + costs.step_seconds([400] * num_slots)
         assert outcome.prefill_seconds + outcome.decode_seconds == pytest.approx(clock.now)
         seconds.append((outcome.rode, apart - clock.now))
-    assert [rode for rode, _ in seconds] == [True, False], "too many windows go apart"
+    assert [rode for rode, _ in seconds] == [True, False], "too many windows run in a step of their own"
     assert [saved for _, saved in seconds] == pytest.approx([0.002, 0.0])
 
 
-def test_samples_become_constants_that_reproduce_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way on a toy model on the CPU; its times mean nothing."""
+def test_fitted_constants_reproduce_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole fit on a toy model on the CPU; its times are meaningless."""
     monkeypatch.setitem(CONFIGS, "toy", TOY)
     monkeypatch.setattr(step_costs, "PASSES", ((64, 0, 1), (128, 0, 1), (64, 256, 1), (64, 128, 2)))
     monkeypatch.setattr(step_costs, "CONTEXTS", (64, 192))
@@ -167,8 +167,8 @@ def test_samples_become_constants_that_reproduce_them(tmp_path: Path, monkeypatc
         assert costs.step_seconds(sample["contexts"]) == pytest.approx(sample["decode_seconds"], rel=0.05)
 
 
-def test_the_arithmetic_of_the_profile_of_agents() -> None:
-    """Its prompts one after the other, and 480 full steps."""
+def test_the_time_of_the_agents_profile_is_the_sum_of_its_parts() -> None:
+    """Its prompts in sequence, and 480 full steps."""
     flat = dataclasses.replace(
         COSTS, passes=((1, 1e-5), (2, 2e-5)), pair_seconds=0.0, chunk_sizes=(), context_seconds=0.0, join_seconds=0.0
     )

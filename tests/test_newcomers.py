@@ -1,4 +1,4 @@
-"""A newcomer beside busy sessions that fill the memory, live on the bundled model. Its wait is counted in turns of
+"""A new session beside busy sessions that fill the memory, on the bundled model. Its wait is counted in turns of
 others, not in seconds."""
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ MEMORY_GIB = 0.03
 PROMPT_TOKENS = 400
 NUM_BUSY = 6
 WARM_TURNS = 18
-"""Of all busy sessions, before the newcomer comes."""
+"""Turns of all busy sessions before the newcomer arrives."""
 PAUSE_TURNS = 40
-"""Turns of others that may end between the first turns of two newcomers that push out the state of others."""
+"""Turns of others that may end between the first turns of two newcomers that evict the state of others."""
 MOST_TURNS_AHEAD = 10 * NUM_BUSY
-"""Turns of others that may begin while a request without a session waits. Without the rule there is no end to them."""
+"""Turns of others that may begin while a request without a session waits. Unbounded without fair admission."""
 
 
 class Fleet:
-    """Sessions that ask again as soon as they are answered."""
+    """Sessions that send a new request as soon as they are answered."""
 
     def __init__(self, engine: AsyncEngine, seed: int) -> None:
         self._engine = engine
         self._random = random.Random(seed)
         self.num_begun = 0
-        """Turns that had their first token."""
+        """Number of turns with a first token."""
         self.begun: set[str | None] = set()
-        """Sessions that had one."""
+        """Sessions with at least one such turn."""
         self.moved = asyncio.Condition()
 
     def words(self, count: int) -> list[int]:
@@ -67,7 +67,7 @@ class Fleet:
         return answer
 
     async def turns_ahead(self, session_id: str | None, prompt: list[int]) -> int:
-        """Turns of others that begin before the first token of a newcomer."""
+        """Count turns of others that begin before the first token of a newcomer."""
         before = self.num_begun
         asked = Submit(
             request_id="new",
@@ -82,7 +82,7 @@ class Fleet:
 
 @asynccontextmanager
 async def busy_engine(seed: int, num_sessions_begun: int) -> AsyncIterator[Fleet]:
-    """With so many busy sessions that had a turn, at least."""
+    """An engine with at least the given number of busy sessions that have had a turn."""
     async with AsyncEngine(EngineConfig(memory_gib=MEMORY_GIB, max_running=2, seed=seed)) as engine:
         fleet = Fleet(engine, seed)
         tasks = [asyncio.create_task(fleet.work(f"s{number}")) for number in range(NUM_BUSY)]
@@ -101,8 +101,8 @@ async def busy_engine(seed: int, num_sessions_begun: int) -> AsyncIterator[Fleet
 
 
 def turns_ahead(session_id: str | None, num_tokens: int, *, num_sessions_begun: int = 1) -> tuple[int, int]:
-    """Turns of others that begin before a newcomer's first token, and busy sessions that are newcomers themselves when
-    it comes."""
+    """Count turns of others that begin before a newcomer's first token, and busy sessions that are still newcomers
+    themselves when it arrives."""
 
     async def main() -> tuple[int, int]:
         async with busy_engine(1, num_sessions_begun) as fleet:
@@ -115,20 +115,20 @@ def turns_ahead(session_id: str | None, num_tokens: int, *, num_sessions_begun: 
 
 
 def test_a_request_without_a_session_waits_for_a_bounded_number_of_turns() -> None:
-    """Finding 5 of issue 18. By order of arrival alone, it has no first token as long as the sessions before it go
-    on."""
+    """Issue 18, finding 5: with admission by order of arrival it gets no first token as long as earlier sessions
+    continue."""
     ahead, _ = turns_ahead(None, 20)
     assert ahead <= MOST_TURNS_AHEAD, f"seed 1: {ahead} turns of others began"
 
 
 def test_a_new_session_waits_for_a_bounded_number_of_turns() -> None:
-    """Right behind one that has just come in, at worst: for what that cost others, and for its own place."""
+    """At worst right after another newcomer: it waits for the cost of that one, and for its own place."""
     ahead, newcomers = turns_ahead("new", PROMPT_TOKENS, num_sessions_begun=NUM_BUSY)
     assert newcomers == 0
     assert ahead <= 2 * PAUSE_TURNS, f"seed 1: {ahead} turns of others began"
 
 
-def test_a_new_session_behind_a_crowd_waits_for_a_bounded_number_of_turns_for_each() -> None:
+def test_a_new_session_waits_for_a_bounded_number_of_turns_per_newcomer() -> None:
     ahead, newcomers = turns_ahead("new", PROMPT_TOKENS)
     assert ahead <= (2 + newcomers) * PAUSE_TURNS, (
         f"seed 1: {ahead} turns of others began, {newcomers} newcomers before it"

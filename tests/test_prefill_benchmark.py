@@ -1,5 +1,5 @@
-"""`python -m benchmarks.prefill` without its figures: what is counted, cached, computed and measured is what the tables
-say it is."""
+"""`python -m benchmarks.prefill` on a small CPU model: operation counts, caching, timing, checks and reports are
+correct."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def model() -> PrefilledModel:
 
 @pytest.fixture
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """(computed, tokens) of every prefill."""
+    """Record (computed, tokens) of every prefill."""
     seen: list[tuple[bool, int]] = []
     run = PrefilledModel.prefill
 
@@ -121,7 +121,7 @@ def test_compulsory_bytes_are_those_of_weights_state_and_keys() -> None:
     assert sum(op.num_bytes for op in with_drafts if op.kind == "first step") == 248_320 * 2560 * 2 + drafts
 
 
-def test_of_a_mixture_each_token_s_experts_compute_and_the_different_ones_are_read() -> None:
+def test_a_mixture_computes_each_tokens_experts_and_reads_the_distinct_ones() -> None:
     config = CONFIGS["35B-A3B-FP8"]
     moe = config.moe
     assert moe is not None
@@ -144,10 +144,10 @@ def test_of_a_mixture_each_token_s_experts_compute_and_the_different_ones_are_re
     head_bytes = 3 * 32_768 * 2048
     assert first.num_bytes - plain.num_bytes == pytest.approx(
         head_bytes, rel=1e-3
-    )  # the draft head alone: the MTP layer is in 8 bits in both
+    )  # only the draft head differs: the MTP layer has 8 bits in both
 
 
-def test_products_in_8_bits_have_their_own_rate() -> None:
+def test_8_bit_matmuls_have_their_own_rate() -> None:
     rates = replace(RATES, matmul_fp8=1000e12)
     op = Operation(kind="linear", flops=500e12, fp8=True)
     assert (op.seconds(rates), op.seconds(RATES)) == (0.5, 1.0)
@@ -156,7 +156,7 @@ def test_products_in_8_bits_have_their_own_rate() -> None:
     assert measure_rates(CPU).matmul_fp8 is None
 
 
-def test_the_floor_is_the_longer_of_arithmetic_and_memory_operation_by_operation() -> None:
+def test_the_floor_is_the_maximum_of_compute_and_memory_per_operation() -> None:
     ops = [
         Operation(kind="linear", flops=500e12, num_bytes=1e12),
         Operation(kind="attention", flops=100e12, num_bytes=1e12),
@@ -164,14 +164,14 @@ def test_the_floor_is_the_longer_of_arithmetic_and_memory_operation_by_operation
     assert seconds_of(ops, RATES) == pytest.approx(1.0 + 0.5)
 
 
-def test_the_floor_of_the_issue_s_append_is_near_what_it_says() -> None:
+def test_the_floor_of_an_append_is_near_the_known_value() -> None:
     """About 13 ms for 890 tokens at 16k on a GPU of 700 TFLOPS."""
     rates = replace(RATES, matmul=700e12, bandwidth=Bandwidth(copy=3e12, read=3.2e12))
     ops = operations(CONFIGS["4B"], count=890, start=16_384, num_drafts=3, draft_vocab=32_768)
     assert 12e-3 < seconds_of(ops, rates) < 14e-3
 
 
-def test_the_matmul_rate_is_one() -> None:
+def test_the_measured_matmul_rates_are_plausible() -> None:
     sustained, burst = measure_matmul(CPU, side=64)
     assert sustained > 1e6
     assert burst > 1e6
@@ -180,7 +180,9 @@ def test_the_matmul_rate_is_one() -> None:
 # The engine
 
 
-def test_a_made_up_context_is_cached_and_not_computed(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
+def test_a_synthetic_context_is_cached_and_not_computed(
+    model: PrefilledModel, prefills: list[tuple[bool, int]]
+) -> None:
     engine = PromptEngine(model, CPU, SMALL)
     context = [token % 300 for token in range(330)]
     engine.cache_context(context, compute=False)
@@ -200,14 +202,14 @@ def test_a_computed_context_is_computed(model: PrefilledModel, prefills: list[tu
     assert sum(count for _, count in prefills) >= 192
 
 
-def test_a_context_without_room_gives_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_does_not_fit_has_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_engine, "SPARE_CHECKPOINTS", 0)
     monkeypatch.setattr(prefill_engine, "SESSION_CHECKPOINTS", 0)
     with pytest.raises(NoFigureError, match="no row for a checkpoint behind 192 tokens"):
         PromptEngine(model, CPU, SMALL).cache_context([5] * 200, compute=False)
 
 
-def test_an_answer_is_timed_from_its_submit(model: PrefilledModel) -> None:
+def test_an_answer_is_timed_from_its_submission(model: PrefilledModel) -> None:
     answer = PromptEngine(model, CPU, SMALL).ask([1, 2, 3], max_tokens=6)
     assert len(answer.token_ids) == 6
     assert answer.first_token_s > 0
@@ -218,7 +220,7 @@ def test_an_answer_is_timed_from_its_submit(model: PrefilledModel) -> None:
 # The parts
 
 
-def test_prompts_are_timed_behind_their_context(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
+def test_prompts_are_timed_after_their_context(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
     figures = time_prompts(PromptEngine(model, CPU, SMALL), PromptCase(count=70, context=128), SHAPE, RATES, repeats=3)
     assert len(figures.seconds) == 3
     assert figures.tokens_per_second == pytest.approx(70 / figures.median_s)
@@ -229,12 +231,12 @@ def test_prompts_are_timed_behind_their_context(model: PrefilledModel, prefills:
 
 
 @pytest.mark.parametrize(("count", "context"), [(0, 64), (10, 63), (10, -64)])
-def test_a_prompt_that_cannot_be_is_refused(count: int, context: int) -> None:
+def test_an_impossible_prompt_is_refused(count: int, context: int) -> None:
     with pytest.raises(ValueError, match=f"{count}@{context}: "):
         PromptCase(count=count, context=context)
 
 
-def test_a_session_finds_its_last_turn_in_the_cache(model: PrefilledModel) -> None:
+def test_a_session_hits_its_last_turn(model: PrefilledModel) -> None:
     case = SessionCase(first=200, turns=3, append=40, output=30)
     figures = run_session(PromptEngine(model, CPU, case.room), case, SHAPE, RATES)
     assert [turn.prompt for turn in figures.turns] == [200, 270, 340, 410]
@@ -244,7 +246,7 @@ def test_a_session_finds_its_last_turn_in_the_cache(model: PrefilledModel) -> No
     assert figures.turns[0].decode_tokens_per_second > 0
 
 
-def test_streams_decode_while_a_long_prompt_comes_in(model: PrefilledModel) -> None:
+def test_streams_decode_while_a_long_prompt_is_computed(model: PrefilledModel) -> None:
     case = PaceCase(context=64, streams=2, prompt=300, idle_steps=12, warm_up_prompt=100)
     figures = run_pace(PromptEngine(model, CPU, case.room), case)
     assert len(figures.idle_s) == 2 * 12
@@ -253,22 +255,22 @@ def test_streams_decode_while_a_long_prompt_comes_in(model: PrefilledModel) -> N
     assert figures.ratio == pytest.approx(p99(figures.busy_s) / p99(figures.idle_s))
 
 
-def test_streams_that_end_too_early_give_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_end_too_early_have_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PaceCase, "tokens_a_stream", property(lambda self: 30))
     case = PaceCase(context=64, streams=2, prompt=300, idle_steps=3, warm_up_prompt=100)
     with pytest.raises(NoFigureError, match="ended before"):
         run_pace(PromptEngine(model, CPU, case.room), case)
 
 
-def test_gaps_are_those_that_end_inside_the_time() -> None:
+def test_gaps_count_if_they_end_inside_the_interval() -> None:
     streams = [Answer(submitted=0.0, arrivals=[1.0, 2.0, 4.0, 7.0]), Answer(submitted=0.0, arrivals=[3.5, 4.5])]
     assert gaps_between(streams, 2.0, 5.0) == [1.0, 2.0, 1.0]
 
 
-# The checks that come first
+# The checks before the measurement
 
 
-def test_cached_turns_are_held_against_uncached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_turns_are_compared_with_uncached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_checks, "SESSION_TURNS", ((70, 6), (9, 5)))
     monkeypatch.setattr(prefill_checks, "NUM_SESSIONS", 1)
     assert "11 tokens on cpu behind 64 cached ones" in check_cached_turns("cpu")
@@ -292,7 +294,7 @@ def short_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_points")
-def test_resume_points_are_held_against_whole_prefills() -> None:
+def test_resume_points_are_compared_with_whole_prefills() -> None:
     assert "prompts resumed at (64, 128) are as computed at once" in check_resume_points("toy", TOY, CPU)
 
 
@@ -312,7 +314,7 @@ def test_a_resume_from_a_wrong_state_fails_the_check(
     run = PrefilledModel.prefill
 
     def spoiled(self: PrefilledModel, batch: PrefillBatch) -> Tensor:
-        if batch.spans_UF[0, 2] > 0:  # a resumed span: what it reads is not what was saved
+        if batch.spans_UF[0, 2] > 0:  # a resumed span reads a state that differs from the saved one
             spoil(self.pools["ssm_LRVDK"][0])
         return run(self, batch)
 
@@ -329,9 +331,8 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "measure_rates", lambda device: RATES)
 
 
-def test_kernels_alone_are_compared() -> None:
-    """There is nobody to compare with here but torch; float32 shapes are too small for anything but the table's
-    form."""
+def test_single_kernels_are_compared() -> None:
+    """The CPU has only torch to compare with; the small float32 shapes test only the table's format."""
     lines = compare_kernels("toy", TOY, CPU, spans=((70, 64), (100, 0))).splitlines()
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -349,7 +350,7 @@ def test_kernels_alone_are_compared() -> None:
     assert all(float(row[4]) > 0 for row in rows if row[3] in ("agentspec", "torch"))
 
 
-def test_the_report_says_what_is_missing_and_why() -> None:
+def test_the_report_names_missing_cases_with_reasons() -> None:
     case = PromptCase(count=800, context=50_048)
     prompts = PromptFigures(
         case=case,
@@ -377,7 +378,7 @@ def test_the_report_says_what_is_missing_and_why() -> None:
     assert written["entries"][2]["figures"] is None
 
 
-def test_the_default_run_holds_the_issue_s_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_run_includes_the_target_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prefill"])
     options = prefill.arguments()
     for size in prefill.MODELS:
@@ -394,7 +395,7 @@ def test_the_default_run_holds_the_issue_s_targets(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("short_points", "known_rates")
-def test_the_command_measures_what_its_flags_name(
+def test_the_command_measures_the_selected_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
@@ -475,8 +476,8 @@ def test_every_part_has_its_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "| 2 and later |" in rows[1][-1]
 
 
-def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing on a GPU to record here: what is tried is what would be recorded."""
+def test_a_profile_covers_one_prompt(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, this tests only what would be recorded."""
     asked: list[int] = []
 
     def record(step: Callable[[], object], num_steps: int) -> Timeline:
@@ -495,7 +496,7 @@ def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("known_rates")
-def test_what_the_time_does_not_reach_is_said(
+def test_parts_beyond_the_time_limit_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
@@ -506,7 +507,9 @@ def test_what_the_time_does_not_reach_is_said(
     assert capsys.readouterr().out.count("the time was up") == 4
 
 
-def test_one_part_without_figures_leaves_the_others(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_figures_does_not_affect_the_others(
+    model: PrefilledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(prefill, "make_model", lambda *arguments, **options: model)
     monkeypatch.setattr(prefill, "check_resume_points", lambda *arguments: "nothing")

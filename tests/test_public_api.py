@@ -1,4 +1,4 @@
-"""What `import agentspec` gives: the names of __all__, each loaded when it is first used."""
+"""The public names of agentspec: those of __all__, each imported on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import agentspec
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     found = {name: getattr(agentspec, name) for name in agentspec.__all__}
     assert sorted(found) == agentspec.__all__ == dir(agentspec)
     homes = [name for names in agentspec._HOMES.values() for name in names]
@@ -23,6 +23,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_import_loads_neither_torch_nor_a_server() -> None:
-    code = "import sys; from agentspec import EngineConfig, Submit; print([name for name in ('torch', 'fastapi') if name in sys.modules])"
+    code = (
+        "import sys; from agentspec import EngineConfig, Submit; "
+        "print([name for name in ('torch', 'fastapi') if name in sys.modules])"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

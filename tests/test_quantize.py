@@ -1,5 +1,5 @@
-"""`agentspec quantize`: the written checkpoint stands for exactly the rounded weights, is read so by others too, and
-appears whole or not at all."""
+"""`agentspec quantize`: the written checkpoint has exactly the rounded weights, transformers reads the same ones, and
+it is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def rounded(name: str, weight: Tensor) -> Tensor:
-    """What a parameter becomes: parts of experts, which are tensors of their own in the official form, don't share
-    blocks."""
+    """The rounded values of a parameter. Projections of experts are separate tensors in the official format and don't
+    share blocks."""
     if not name.endswith("experts.gate_up_proj"):
         return quantize_blocks(weight).dequantize()
     return torch.cat([quantize_blocks(part).dequantize() for part in weight.chunk(2, 1)], 1)
@@ -75,7 +75,7 @@ def test_the_quantised_checkpoint_loads_to_the_rounded_weights(
         assert torch.equal(after[name].dequantize(), want), name
 
 
-def test_the_form_is_the_official_one(tmp_path: Path) -> None:
+def test_the_format_is_the_official_one(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "full", "moe", num_hidden_layers=4, dtype=torch.bfloat16)
     before, after = tensors_of(source), tensors_of(quantized(source))
     prefix = "model.language_model.layers.0."
@@ -100,7 +100,7 @@ def test_the_form_is_the_official_one(tmp_path: Path) -> None:
     assert "model.visual.blocks.1.attn.qkv.weight" in kept
 
 
-def test_the_config_lists_what_is_plain_by_its_path_in_the_checkpoint(tmp_path: Path) -> None:
+def test_the_config_lists_unconverted_modules_by_their_names(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "full", "moe", num_hidden_layers=4)
     raw = json.loads((source / "config.json").read_text())
     written = json.loads((quantized(source) / "config.json").read_text())
@@ -125,7 +125,7 @@ def test_the_config_lists_what_is_plain_by_its_path_in_the_checkpoint(tmp_path: 
     assert not [name for name in listed if name.endswith(("q_proj", "up_proj", "in_proj_qkv", "out_proj"))]
 
 
-def test_other_files_come_along_and_other_weights_dont(tmp_path: Path) -> None:
+def test_other_files_are_copied_but_no_other_weights(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4, sharded=True)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         (source / name).write_text(f"{name}'s text")
@@ -136,11 +136,11 @@ def test_other_files_come_along_and_other_weights_dont(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (destination / "tokenizer.json").read_text() == "tokenizer.json's text"
     assert len({path.stat().st_mode for path in destination.iterdir()}) == 1, (
-        "others may read the weights where they may read the config"
+        "the weights have the config's permissions"
     )
 
 
-def test_shards_close_before_they_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_below_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "full", "moe", num_hidden_layers=4)
     whole = load(quantized(source))
     (tmp_path / "full-fp8").rename(tmp_path / "whole")
@@ -155,7 +155,7 @@ def test_shards_close_before_they_are_too_large(tmp_path: Path, monkeypatch: pyt
         assert torch.equal(weight.dequantize(), whole[name].dequantize()), name
 
 
-def test_it_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sizes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4)
     before = sum(tensor.nbytes for tensor in tensors_of(source).values())
     after = sum(tensor.nbytes for tensor in tensors_of(quantized(source)).values())
@@ -165,7 +165,7 @@ def test_it_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("there", ["directory", "file", "dangling link"])
-def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_destination_is_refused(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4)
     destination = tmp_path / "there"
     match there:
@@ -179,7 +179,7 @@ def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.Captu
     assert f"{destination}: exists already" in capsys.readouterr().err
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4)
     name = "mtp.layers.0.mlp.down_proj.weight"
     rewrite(source, lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
@@ -189,7 +189,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("defect", ["missing tensor", "in 8 bits already", "no parent"])
-def test_what_cannot_be_quantised_is_refused_by_name(
+def test_an_unsupported_checkpoint_is_refused_by_name(
     defect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, destination = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4), tmp_path / "out"
@@ -210,14 +210,14 @@ def test_what_cannot_be_quantised_is_refused_by_name(
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_transformers_reads_the_same_logits(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU it expands such a checkpoint while it loads. Blocks of its own reckoning fit ours where sizes are
-    whole blocks, or one."""
+def test_transformers_computes_the_same_logits(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU transformers expands such a checkpoint at load. Its block sizes equal ours where dimensions are
+    multiples of a block, or 1."""
     transformers = pytest.importorskip("transformers")
     quantizer = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
     monkeypatch.setattr(
         quantizer, "is_accelerate_available", lambda: True
-    )  # wanted for placing models on devices, which isn't done here
+    )  # transformers asks for it to place models on devices, which isn't done here
     source = write_checkpoint(
         tmp_path / "full", family, namespace="flat", num_hidden_layers=4, linear_num_value_heads=4, mtp=False
     )
@@ -236,9 +236,7 @@ def test_transformers_reads_the_same_logits(family: Family, tmp_path: Path, monk
     )
 
 
-def test_the_bundled_model_is_named_like_everywhere_and_still_calls_tools(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_quantised_bundled_model_still_calls_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "tiny"
     assert cli.main(["quantize", bundled.NAME, str(directory)]) == 0
     assert "22.0 MB before" in capsys.readouterr().out

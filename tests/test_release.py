@@ -1,4 +1,4 @@
-"""The version, the changelog and the pages about releases say the same."""
+"""The version, the changelog and the documents about releases are consistent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def headings() -> list[str]:
     return re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
+def test_the_newest_changelog_entry_is_this_version() -> None:
     released = [heading for heading in headings() if heading != "Unreleased"]
     assert headings().count("Unreleased") <= 1
-    assert "Unreleased" not in headings()[1:], "what is not released yet stands on top"
+    assert "Unreleased" not in headings()[1:], "unreleased changes come first"
     found = [re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", heading) for heading in released]
     assert None not in found, f"a heading is `X.Y.Z (YYYY-MM-DD)`: {released}"
     versions = [Version(match[1]) for match in found if match]
@@ -33,7 +33,7 @@ def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
         date.fromisoformat(match[2])
 
 
-def test_the_security_policy_points_to_the_promises() -> None:
+def test_the_security_policy_links_the_release_document() -> None:
     policy = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "(docs/security.md)" in policy
     assert "(docs/release.md)" in policy

@@ -1,8 +1,8 @@
-"""An engine in its own process, with real processes: it says what an engine in this process says, and no way out leaves
-anything behind.
+"""An engine in its own process, with real processes: it behaves like an engine in this process, and every exit cleans
+up.
 
-`in_engine` puts code into the engine's process before it loads, for what no request can bring about: a step that dies,
-a load that never ends.
+`in_engine` runs code in the engine's process before it loads, for faults that no request can cause: a failing step, a
+load that never ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Shared = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    """One engine for tests that leave it as it was."""
+    """One engine, shared by tests that leave it unchanged."""
     with asyncio.Runner() as runner:
         engine = runner.run(RemoteEngine.start(CONFIG))
         yield lambda main: runner.run(main(engine))
@@ -104,14 +104,14 @@ async def refusal(engine: RemoteEngine, asked: Submit) -> RequestError:
 
 
 async def idle(engine: RemoteEngine) -> dict[str, Any]:
-    """The engine's counters once nothing runs any more."""
+    """Wait until no request runs; return the engine's counters."""
     while (stats := await engine.stats())["running"] or stats["waiting"]:
         pass
     return stats
 
 
 def is_gone(engine: RemoteEngine) -> bool:
-    """The process was waited for, and no member of its group is left."""
+    """Whether the process has been reaped and its process group is empty."""
     if engine._process.returncode is None:
         return False
     try:
@@ -121,7 +121,7 @@ def is_gone(engine: RemoteEngine) -> bool:
     return False
 
 
-def test_it_says_what_an_engine_in_this_process_says(shared: Shared) -> None:
+def test_streams_equal_those_of_an_engine_in_this_process(shared: Shared) -> None:
     asked = [submit(f"r{'x' * number}", 30 + 40 * number) for number in range(6)]
     with Engine(CONFIG) as local:
         expected = [local.generate(one) for one in asked]
@@ -147,7 +147,7 @@ def test_it_says_what_an_engine_in_this_process_says(shared: Shared) -> None:
     shared(main)
 
 
-def test_refusals_keep_their_type_field_value_and_words(shared: Shared) -> None:
+def test_refusals_keep_their_type_field_value_and_text(shared: Shared) -> None:
     huge = 2**70
 
     async def main(engine: RemoteEngine) -> None:
@@ -155,7 +155,7 @@ def test_refusals_keep_their_type_field_value_and_words(shared: Shared) -> None:
         assert (type(error), error.field, error.value) == (RequestError, "top_k", -1)
         assert str(error) == f"top_k=-1: {error.reason}"
         error = await refusal(engine, submit("a", 600))
-        assert type(error) is ContextLengthError, "the context that was asked for is kept, not the model's"
+        assert type(error) is ContextLengthError, "the requested context is used, not the model's"
         assert "512" in str(error)
         error = await refusal(engine, Submit(request_id="a", prompt_ids=[]))
         assert (error.field, error.value) == ("prompt_ids", [])
@@ -172,12 +172,12 @@ def test_refusals_keep_their_type_field_value_and_words(shared: Shared) -> None:
         assert (await refusal(engine, submit("a"))).field == "request_id"
         await running.aclose()
         await idle(engine)
-        assert (await read(engine, submit("a")))[1].reason is FinishReason.LENGTH, "the id is free and the engine lives"
+        assert (await read(engine, submit("a")))[1].reason is FinishReason.LENGTH, "the id is free and the engine runs"
 
     shared(main)
 
 
-def test_a_refusal_half_way_keeps_its_field(shared: Shared) -> None:
+def test_a_refusal_during_generation_keeps_its_field(shared: Shared) -> None:
     grammar = Grammar(kind="ebnf", source=f'root ::= "{"zqxjv" * 14}" []')
 
     async def main(engine: RemoteEngine) -> None:
@@ -196,7 +196,7 @@ def test_a_refusal_half_way_keeps_its_field(shared: Shared) -> None:
     shared(main)
 
 
-def test_any_mix_of_readers_ends_in_one_way_each(shared: Shared) -> None:
+def test_each_request_of_a_random_mix_ends_exactly_once(shared: Shared) -> None:
     seed = 1
     rng = random.Random(seed)
 
@@ -235,7 +235,7 @@ def test_any_mix_of_readers_ends_in_one_way_each(shared: Shared) -> None:
     shared(main)
 
 
-def test_the_death_of_the_process_ends_every_stream_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_killing_the_process_ends_every_stream_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with await RemoteEngine.start(CONFIG) as engine:
             transport = InProcessTransport(create_app(engine, None))
@@ -265,9 +265,7 @@ def test_the_death_of_the_process_ends_every_stream_once(caplog: pytest.LogCaptu
     assert "killed by SIGKILL" in caplog.text
 
 
-def test_the_death_of_the_engine_inside_ends_the_process_too(
-    in_engine: InEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_engine_ends_its_process(in_engine: InEngine, caplog: pytest.LogCaptureFixture) -> None:
     in_engine("""
 from agentspec.runtime.step_loop import StepLoop
 steps, run_once = [], StepLoop.run_once
@@ -295,7 +293,7 @@ StepLoop.run_once = dying
     assert "exit status 1" in caplog.text
 
 
-def test_close_ends_what_runs() -> None:
+def test_close_ends_running_requests() -> None:
     async def main() -> None:
         engine = await RemoteEngine.start(CONFIG)
         streams = [stream(engine, submit(name, sampling=ENDLESS)) for name in ("a", "b", "c", "waits")]
@@ -317,7 +315,7 @@ def test_close_ends_what_runs() -> None:
     run(main())
 
 
-def test_an_engine_that_does_not_end_is_killed(in_engine: InEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_close_is_killed(in_engine: InEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "CLOSE_SECONDS", 0.2)
     in_engine("""
 import threading
@@ -343,7 +341,7 @@ StepLoop.run_once = lambda self: threading.Event().wait()
         ({"max_context": 16384, "memory_gib": 0.06}, ConfigError, "max_context=16384: the memory holds"),
     ],
 )
-def test_what_can_not_be_loaded(settings: dict[str, Any], kind: type[AgentspecError], words: str) -> None:
+def test_an_unloadable_model_is_refused(settings: dict[str, Any], kind: type[AgentspecError], words: str) -> None:
     async def main() -> None:
         with pytest.raises(kind, match=words) as refused:
             await RemoteEngine.start(EngineConfig(device="cpu", **settings))
@@ -352,14 +350,15 @@ def test_what_can_not_be_loaded(settings: dict[str, Any], kind: type[AgentspecEr
     run(main())
 
 
-def test_a_context_beyond_the_model() -> None:
+def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_context=1000000: tiny-agent has a context of 16384 tokens"):
         Engine(EngineConfig(device="cpu", max_context=10**6))
 
 
-def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
+def test_a_process_that_ends_while_it_loads_is_reported(in_engine: InEngine) -> None:
     in_engine(
-        "import agentspec.engine.assembly, os\nagentspec.engine.assembly.assemble = lambda config, progress, **keywords: os._exit(3)"
+        "import agentspec.engine.assembly, os\n"
+        "agentspec.engine.assembly.assemble = lambda config, progress, **keywords: os._exit(3)"
     )
 
     async def main() -> None:
@@ -382,8 +381,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("moment", ["loading", "ready"])
-def test_the_engine_does_not_outlive_its_server(moment: str, in_engine: InEngine) -> None:
-    """The engine's process holds the same pipe, so the pipe's end is the end of both."""
+def test_the_engine_ends_with_its_server(moment: str, in_engine: InEngine) -> None:
+    """The engine's process has the same pipe, so the end of the pipe means that both have ended."""
     if moment == "loading":
         in_engine("""
 import sys, threading
@@ -401,7 +400,7 @@ if "agentspec.engine.process" in sys.orig_argv:
         assert server.stdout.read() == ""
 
 
-def test_a_start_tells_its_stages() -> None:
+def test_a_start_reports_its_stages() -> None:
     stages: list[tuple[str, int, int]] = []
 
     async def run() -> None:
@@ -442,7 +441,7 @@ agentspec.engine.assembly.assemble = never_ends
         os.kill(int(pid.read_text()), 0)
 
 
-def test_frames_come_whole_whatever_the_chunks() -> None:
+def test_frames_are_complete_for_any_chunks() -> None:
     rng = random.Random(5)
     bodies = [frame([Abort("x" * rng.randint(0, 300))]) for _ in range(50)]
     data = b"".join(bodies)
@@ -455,7 +454,7 @@ def test_frames_come_whole_whatever_the_chunks() -> None:
 
 
 @pytest.mark.parametrize("ids", [[1], [0, 2**31 - 1, -(2**31)], array("i", [3, 4])])
-def test_a_prompt_crosses_as_bytes(ids: Sequence[int]) -> None:
+def test_a_prompt_is_sent_as_bytes(ids: Sequence[int]) -> None:
     asked = submit("a", sampling=ENDLESS)
     sent = packed(msgspec.structs.replace(asked, prompt_ids=ids))
     assert isinstance(sent, Packed)
@@ -465,7 +464,7 @@ def test_a_prompt_crosses_as_bytes(ids: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [2**31], [1.5], ["one"], None])
-def test_a_prompt_that_is_none_crosses_as_it_is(ids: Any) -> None:
+def test_an_invalid_prompt_is_sent_unchanged(ids: Any) -> None:
     asked = Submit(request_id="a", prompt_ids=ids)
     assert packed(asked) is asked
 
@@ -483,7 +482,7 @@ def test_a_prompt_that_is_none_crosses_as_it_is(ids: Any) -> None:
         (ReplayFileError("f", 1, "bad"), AgentspecError),
     ],
 )
-def test_errors_cross_as_they_are(error: AgentspecError, kind: type[AgentspecError]) -> None:
+def test_errors_are_sent_unchanged(error: AgentspecError, kind: type[AgentspecError]) -> None:
     crossed = to_error(error_data(error))
     assert (type(crossed), str(crossed)) == (kind, str(error))
     if isinstance(error, RequestError):
@@ -503,7 +502,7 @@ def grammar_workers(engine: RemoteEngine) -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Gone, or waiting for somebody to ask how it ended."""
+    """Whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -512,7 +511,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_the_process_that_tries_grammars_starts_with_the_engine_and_ends_with_it(is_killed: bool) -> None:
+def test_the_grammar_worker_starts_and_ends_with_the_engine(is_killed: bool) -> None:
     async def main() -> None:
         async with await RemoteEngine.start(CONFIG) as engine:
             while not (workers := grammar_workers(engine)):
@@ -522,7 +521,7 @@ def test_the_process_that_tries_grammars_starts_with_the_engine_and_ends_with_it
             else:
                 await engine.stats()
         assert len(workers) == 1
-        while not has_ended(workers[0]):  # killed, it is not: it reads the end of its input
+        while not has_ended(workers[0]):  # it isn't killed: it ends at the end of its input
             assert is_killed
 
     run(main())

@@ -1,5 +1,5 @@
-"""Text work in its own process, with real processes: it builds what a builder in this process builds, and nothing that
-hangs or dies there holds anybody else up for longer than a deadline."""
+"""Text work in its own process, with real processes: prompts equal those of a builder in this process, and a job that
+hangs or crashes delays other requests by at most a deadline."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ HANGS = (
     + "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
 )
 DIES = "import os, agentspec.text.prompt as p; b = p.PromptBuilder.build; p.PromptBuilder.build = "
-"""Of code in the process: the beginning of a new `build`."""
+"""Prefix of code for the process: the head of a replacement of `build`."""
 
 _T = TypeVar("_T")
 
 
 def local() -> tuple[Tokenizer, ChatTemplate]:
-    """The bundled model's, in this process."""
+    """The bundled model's pipeline in this process."""
     tokenizer, template = Tokenizer.from_directory(bundled.DIRECTORY), ChatTemplate.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     assert template is not None
@@ -81,7 +81,7 @@ def with_code(code: str) -> EngineProcess:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
-    """Those that were started so far."""
+    """Record the processes that are started."""
     started: list[EngineProcess] = []
     make = EngineProcess.__init__
 
@@ -100,7 +100,7 @@ def run(
     seconds: float = SECONDS,
     code: str = "",
 ) -> _T:
-    """What `work` makes of text work that is loaded; it leaves no process behind."""
+    """Run `work` on loaded text work and return its result; check that no process is left."""
 
     async def main() -> _T:
         remote = RemoteText(with_code(code) if code else text_process(seconds), seconds)
@@ -118,7 +118,7 @@ def ask(content: str, **asked: Any) -> PromptAsk:
 
 
 def facts(prompt: BuiltPrompt) -> tuple[Any, ...]:
-    """All of a prompt that its server uses."""
+    """All parts of a prompt that the server uses."""
     begun = prompt.begun
     return (
         *(
@@ -135,8 +135,8 @@ def facts(prompt: BuiltPrompt) -> tuple[Any, ...]:
 
 
 class Beside:
-    """A builder that asks both, and compares. Its process may be killed at any moment; what it remembered is lost then,
-    here too."""
+    """A builder that calls both builders and compares their results. If the process is killed, both forget their
+    remembered prompts."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Beside:
         loop: asyncio.AbstractEventLoop,
         processes: list[EngineProcess],
     ) -> None:
-        """make: a builder in this process that remembers nothing yet."""
+        """make: creates a new builder in this process."""
         self._remote, self._make, self._loop, self._processes = remote, make, loop, processes
         self._local = make()
         self.rng = random.Random(0)
@@ -160,7 +160,7 @@ class Beside:
     def build(self, asked: PromptAsk) -> BuiltPrompt:
         killed = self.rng.random() < self.kill_rate
         answer = self._call(msgspec.structs.replace(asked, limit=ROOMY))
-        if killed:  # before the job, while it runs, or behind it
+        if killed:  # before, during or after the job
             os.kill(self._processes[-1].process.pid, signal.SIGKILL)
             self.num_kills += 1
         found = answer.result(60)
@@ -210,7 +210,7 @@ def beside(processes: list[EngineProcess]) -> Iterator[Beside]:
 
 
 class OtherClient(Client):
-    """The client of tests/text, whose prompts are built by two builders that compare themselves."""
+    """The client of tests/text with a builder that compares both ways."""
 
     def __init__(self, builder: Any, seed: int) -> None:
         self._other = builder
@@ -225,9 +225,7 @@ class OtherClient(Client):
 
 
 @pytest.mark.parametrize(("seed", "kill_rate"), [(0, 0.0), (1, 0.0), (2, 0.15), (3, 0.15)])
-def test_prompts_are_those_of_a_builder_in_this_process_across_kills_too(
-    beside: Beside, seed: int, kill_rate: float
-) -> None:
+def test_prompts_equal_those_of_a_local_builder_also_after_kills(beside: Beside, seed: int, kill_rate: float) -> None:
     beside.rng, beside.kill_rate = random.Random(100 + seed), kill_rate
     client = OtherClient(beside, seed)
     try:
@@ -238,7 +236,7 @@ def test_prompts_are_those_of_a_builder_in_this_process_across_kills_too(
     assert beside.num_kills > 2 if kill_rate else beside.num_spliced > 3
 
 
-def test_texts_have_the_ids_that_the_tokenizer_gives_them() -> None:
+def test_ids_of_texts_are_the_tokenizers() -> None:
     tokenizer, _ = local()
     texts = ["", "a b", "<|im_end|>", "東京 🙂", "word " * 500]
 
@@ -254,7 +252,7 @@ def test_texts_have_the_ids_that_the_tokenizer_gives_them() -> None:
     run(work)
 
 
-def test_numbers_beyond_64_bits_come_to_the_template() -> None:
+def test_numbers_beyond_64_bits_reach_the_template() -> None:
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"maximum": 10**30}}}},
@@ -269,7 +267,7 @@ def test_numbers_beyond_64_bits_come_to_the_template() -> None:
     assert facts(run(work)) == facts(expected)
 
 
-def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_turn(
+def test_a_hanging_template_fails_its_request_and_delays_others_by_a_deadline(
     tmp_path: Path, processes: list[EngineProcess]
 ) -> None:
     async def work(remote: RemoteText) -> None:
@@ -283,7 +281,7 @@ def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_tur
         large = PromptAsk(messages=[{"role": "user", "content": "x" * 300_000}, *ask("hang").messages], limit=ROOMY)
         with pytest.raises(
             RequestError, match=r"^messages='300,.* bytes': took longer"
-        ) as refused:  # so large a request may be the cause itself
+        ) as refused:  # a request of that size may be the cause itself
             await remote.build(large, Flow())
         assert refused.value.field == "messages"
 
@@ -291,8 +289,8 @@ def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_tur
     assert processes[0].process.returncode == -signal.SIGKILL
 
 
-def test_whoever_leaves_gives_its_place_away(tmp_path: Path, processes: list[EngineProcess]) -> None:
-    """Its waiting job is never begun, and others don't wait for it."""
+def test_a_waiting_job_of_a_client_that_left_is_dropped(tmp_path: Path, processes: list[EngineProcess]) -> None:
+    """The waiting job of a client that left is never started, and others don't wait for it."""
 
     async def work(remote: RemoteText) -> None:
         running = asyncio.create_task(remote.build(ask("hang"), Flow()))
@@ -308,8 +306,8 @@ def test_whoever_leaves_gives_its_place_away(tmp_path: Path, processes: list[Eng
     assert len(processes) == 2
 
 
-def test_a_process_that_dies_does_its_job_once_more(processes: list[EngineProcess]) -> None:
-    """The first one dies in the job; the second one, which is the real one, does it."""
+def test_a_job_is_retried_after_its_process_crashed(processes: list[EngineProcess]) -> None:
+    """The first process crashes in the job; the second one, without the fault, does it."""
     dying = DIES + "lambda *a, **k: os.kill(os.getpid(), 9)"
     prompt = run(lambda remote: remote.build(ask("x"), Flow()), code=dying)
     assert len(prompt.prompt_ids) > 3
@@ -317,7 +315,7 @@ def test_a_process_that_dies_does_its_job_once_more(processes: list[EngineProces
 
 
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "(_ for _ in ()).throw(MemoryError())"])
-def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(
+def test_a_job_that_crashes_every_process_gets_503_and_the_next_one_runs(
     death: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = DIES + f"lambda s, asked: {death} if asked.messages[0]['content'] == 'die' else b(s, asked)"
@@ -331,7 +329,7 @@ def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(
     run(work, code=code)
 
 
-def test_a_process_that_is_killed_while_nobody_asks_is_replaced(processes: list[EngineProcess]) -> None:
+def test_a_process_killed_while_idle_is_replaced(processes: list[EngineProcess]) -> None:
     async def work(remote: RemoteText) -> None:
         for _ in range(3):
             processes[-1].kill()
@@ -340,7 +338,7 @@ def test_a_process_that_is_killed_while_nobody_asks_is_replaced(processes: list[
     run(work)
 
 
-def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.engine.remote_text.MAX_OWNER_BYTES", 100_000)
 
     async def work(remote: RemoteText) -> None:
@@ -359,7 +357,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run(work, checkpoint(tmp_path, HANGS), seconds=1)
 
 
-def test_closing_ends_what_runs_and_what_waits(tmp_path: Path, processes: list[EngineProcess]) -> None:
+def test_closing_ends_running_and_waiting_jobs(tmp_path: Path, processes: list[EngineProcess]) -> None:
     async def work(remote: RemoteText) -> None:
         jobs = [asyncio.create_task(remote.build(ask("hang"), Flow(session=str(number)))) for number in range(3)]
         await asyncio.sleep(0)
@@ -376,8 +374,8 @@ def test_closing_ends_what_runs_and_what_waits(tmp_path: Path, processes: list[E
 @pytest.mark.parametrize(
     "code", ["", DIES + "lambda *a, **k: any(False for _ in iter(int, 1))"], ids=["idle", "in a job"]
 )
-def test_the_process_ends_with_the_other_end_of_its_socket(code: str) -> None:
-    """As when the server is killed: in a job that never ends, too."""
+def test_the_process_ends_when_its_socket_is_closed(code: str) -> None:
+    """As when the server is killed; also during a job that never ends."""
 
     async def main() -> EngineProcess:
         process = with_code(code)
@@ -403,7 +401,7 @@ def test_the_process_ends_with_the_other_end_of_its_socket(code: str) -> None:
     ("template", "words"),
     [(FOREVER, "chat template did not end within 1 seconds"), ("{% for %}", "not a valid chat template")],
 )
-def test_a_template_that_can_not_be_used_is_refused_at_load(
+def test_an_unusable_template_is_refused_at_load(
     tmp_path: Path, template: str, words: str, processes: list[EngineProcess]
 ) -> None:
     async def main(load: Callable[[RemoteText], Coroutine[Any, Any, Any]]) -> None:
@@ -458,8 +456,8 @@ def test_checkpoints_without_template_or_tokenizer(tmp_path: Path) -> None:
     )
 
 
-def test_health_ids_and_streams_go_on_while_a_template_hangs(tmp_path: Path) -> None:
-    """The whole of it over HTTP: a chat that hangs, one that waits behind it, and what needs no text at all."""
+def test_health_ids_and_streams_work_while_a_template_hangs(tmp_path: Path) -> None:
+    """Over HTTP: a chat that hangs, one that waits behind it, and requests that need no text work."""
     engine = ScriptedEngine([*said("a", "b"), ended()])
 
     async def main() -> None:
@@ -488,6 +486,9 @@ def test_health_ids_and_streams_go_on_while_a_template_hangs(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_the_text_process_loads_no_server_and_no_torch() -> None:
-    code = "import sys, agentspec.engine.text_process\nprint(sorted({'torch', 'fastapi', 'uvicorn', 'starlette', 'transformers'} & set(sys.modules)))"
+def test_the_text_process_does_not_import_the_server_or_torch() -> None:
+    code = (
+        "import sys, agentspec.engine.text_process\n"
+        "print(sorted({'torch', 'fastapi', 'uvicorn', 'starlette', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""The check in front of `python -m benchmarks.ride`: what it compares, and that it would notice."""
+"""The check before `python -m benchmarks.ride`: it compares streams and detects a fault."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.ride import check_rides
 CPU = torch.device("cpu")
 
 
-def test_tiny_agent_says_the_same_whether_windows_ride_or_not() -> None:
+def test_riding_windows_do_not_change_streams_of_tiny_agent() -> None:
     assert "300 tokens on cpu with " in check_rides(CPU, num_requests=5)
 
 
-def test_a_ride_that_loses_the_drafts_hiddens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_lost_hidden_states_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     original = decode_step
 
     def step(*arguments: object, forward: Forward, **keywords: object) -> object:

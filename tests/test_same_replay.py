@@ -1,5 +1,5 @@
-"""`python -m benchmarks.same_replay`: what it calls a divergence, and a session of tiny-agent that is the same with
-other drafts."""
+"""`python -m benchmarks.same_replay`: its definition of a divergence, and a session of tiny-agent that doesn't depend
+on drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEARD: Exchanges = {"a": [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])], "b": [([1],
         ({"a": HEARD["a"]}, ["b: only one of both has it"]),
     ],
 )
-def test_the_first_difference_of_each_session_is_told(found: Exchanges, told: list[str]) -> None:
+def test_the_first_difference_of_each_session_is_reported(found: Exchanges, told: list[str]) -> None:
     assert differences(found, HEARD) == told
 
 
@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return same_replay.main()
 
 
-def test_a_session_is_the_same_with_other_drafts(
+def test_a_session_does_not_depend_on_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "streams.json"

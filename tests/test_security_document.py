@@ -1,5 +1,4 @@
-"""docs/security.md lists what is depended on and what is bundled, with a date: the lists must be those of the
-package."""
+"""The dated lists of dependencies and bundled files in docs/security.md must match the package."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def rows(name: str) -> list[list[str]]:
-    """The cells of a marked table, without its head."""
+    """The cells of a marked table, without its header."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end of {name} -->", DOCUMENT, re.DOTALL)
     assert found is not None, f"docs/security.md has no table between `<!-- {name} -->` and `<!-- end of {name} -->`"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()[2:]]
@@ -47,11 +46,11 @@ def test_every_dependency_has_a_tested_version_and_a_licence() -> None:
 
 def test_the_list_is_dated() -> None:
     found = re.search(r"^As of (\d{4}-\d{2}-\d{2})\.", DOCUMENT, re.MULTILINE)
-    assert found is not None, "docs/security.md doesn't say of which day its dependencies are"
+    assert found is not None, "docs/security.md doesn't date its dependencies"
     date.fromisoformat(found[1])
 
 
-def test_every_flag_is_one_of_serve() -> None:
+def test_every_named_flag_is_a_flag_of_serve() -> None:
     (commands,) = (
         action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
@@ -60,8 +59,8 @@ def test_every_flag_is_one_of_serve() -> None:
     assert not named - known, f"docs/security.md names {sorted(named - known)}, which `agentspec serve` doesn't have"
 
 
-def test_everything_bundled_is_listed() -> None:
-    """What a wheel holds besides Python files."""
+def test_every_bundled_file_is_listed() -> None:
+    """All files of a wheel besides Python files."""
     listed = [ROOT / cells[0].strip("`") for cells in rows("bundled")]
     for path in listed:
         assert path.exists(), path

@@ -1,7 +1,6 @@
-"""`agentspec serve` with real processes and sockets: what it says, whom it serves, and every way in which it ends.
+"""`agentspec serve` with real processes and sockets: its output, its requests, and every kind of exit.
 
-Both processes of a server hold its stdout, so the end of that pipe is the end of both: a test that reads it to its end
-proves that nobody is left.
+Both processes of a server have its stdout. So a test that reads the pipe to its end proves that both have ended.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ CHAT: dict[str, Any] = {
     "temperature": 0,
 }
 ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
-"""Minutes of output: nothing that waits for it to end would pass for fast."""
+"""Takes minutes to generate, so that a test that waited for its end would time out."""
 
 
 class Served:
     """A running `agentspec serve`."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        """folder: where the code of the engine's process lies."""
+        """folder: the directory of the code for the engine's process."""
         self.process = process
         self.folder = folder
         assert process.stdout is not None
@@ -69,7 +68,7 @@ class Served:
         self.client.base_url = httpx.URL(url.group())
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for both processes: exit code, the rest of stdout, stderr but for what it says of the start."""
+        """Wait for both processes; return the exit code, the rest of stdout, and stderr without the progress lines."""
         rest, errors = self.process.communicate()
         return self.process.returncode, rest, re.sub(r"^agentspec: .*, \d+ s\n", "", errors, flags=re.MULTILINE)
 
@@ -79,11 +78,11 @@ Serve = Callable[..., Served]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts servers and kills what is left of them."""
+    """Starts servers and kills those that are left."""
     started: list[Served] = []
 
     def start(*flags: str, in_engine: str = "", wait: bool = True, num_descriptors: int | None = None) -> Served:
-        """in_engine: code that the engine's process runs before it loads. num_descriptors: that the server may have."""
+        """in_engine: code that the engine's process runs before it loads. num_descriptors: the server's limit."""
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
             (tmp_path / "sitecustomize.py").write_text(
@@ -108,7 +107,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @contextmanager
 def streaming(served: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> Iterator[Iterator[str]]:
-    """The lines of a streamed answer, the first one read."""
+    """The lines of a streamed answer, after the first one was read."""
     with served.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line)
@@ -125,7 +124,7 @@ def reasons(lines: Iterator[str]) -> tuple[list[str], str]:
     ], rest[-1]
 
 
-def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) -> None:
+def test_a_server_prints_its_settings_and_serves_requests_with_the_key(serve: Serve) -> None:
     served = serve(
         "tiny-agent",
         "--api-key",
@@ -150,7 +149,7 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
         "GiB",
         "rows",
         "pages",
-        "holds no control tokens",
+        "can't contain control tokens",
     ):
         assert words in served.page
     assert "k1" not in served.page
@@ -175,8 +174,8 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_chat_template_that_hangs_holds_up_nothing_but_its_requests(serve: Serve, tmp_path: Path) -> None:
-    """Nor the end of the server, whose text process is killed with it."""
+def test_a_hanging_chat_template_delays_only_its_requests(serve: Serve, tmp_path: Path) -> None:
+    """It doesn't delay the end of the server either, whose text process is killed with it."""
     own = tmp_path / "own.jinja"
     own.write_text("{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}")
     served = serve("--chat-template", str(own), "--text-timeout", "3", "--drain", "0")
@@ -194,14 +193,14 @@ def test_a_chat_template_that_hangs_holds_up_nothing_but_its_requests(serve: Ser
         hanging = pool.submit(client.post, "/v1/chat/completions", json=hang)
         served.process.send_signal(signal.SIGTERM)
         assert reasons(lines) == (["abort"], "data: [DONE]")
-        with suppress(httpx.TransportError):  # it may have come too late
+        with suppress(httpx.TransportError):  # the signal may have been too late
             assert hanging.result().status_code == 503
     code, rest, errors = served.end()
     assert (code, rest) == (0, "")
     assert "took more than 3 seconds: its process is killed" in errors
 
 
-def test_a_chat_template_that_hangs_at_the_start_is_refused_within_its_deadline(serve: Serve, tmp_path: Path) -> None:
+def test_a_template_that_hangs_at_the_start_is_refused_within_its_deadline(serve: Serve, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(FOREVER)
     served = serve("./nowhere", "--chat-template", str(own), "--text-timeout", "1", wait=False)
@@ -210,7 +209,7 @@ def test_a_chat_template_that_hangs_at_the_start_is_refused_within_its_deadline(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_a_chat_template_hangs_at_the_start(
+def test_a_signal_ends_a_start_with_a_hanging_template(
     serve: Serve, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     own = tmp_path / "own.jinja"
@@ -228,7 +227,7 @@ def test_a_signal_while_a_chat_template_hangs_at_the_start(
 
 
 def test_a_huge_text_is_refused_before_it_is_tokenised(serve: Serve) -> None:
-    """Its bytes alone say that it is too long: the text process, which may take five seconds, isn't killed for it."""
+    """The number of bytes shows that it is too long: the text process isn't used, and so isn't killed for it."""
     served = serve("--max-context", "4096", "--text-timeout", "5")
     for path, body in (
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * (24 << 20)}]}),
@@ -241,11 +240,12 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(serve: Serve) -> None:
     assert served.end() == (0, "", "")
 
 
-def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> None:
-    """A file of flags, the front with its names, origins and template, and the log, over a real socket."""
+def test_settings_for_clients_from_a_config_file(serve: Serve, tmp_path: Path) -> None:
+    """A config file, model names, origins, a chat template and the log, over a real socket."""
     (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (tmp_path / "serve.toml").write_text(
-        "max-context = 512\ntrust-client-text = true\ncors-origin = '*'\nserved-model-name = ['unused']\nlog-level = 'info'"
+        "max-context = 512\ntrust-client-text = true\ncors-origin = '*'\n"
+        "served-model-name = ['unused']\nlog-level = 'info'"
     )
     flags = (
         "--config",
@@ -260,7 +260,7 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     client = served.client
     assert "gpt-x, *" in served.page
     assert "own.jinja" in served.page
-    assert "TRUSTED: control tokens" in served.page
+    assert "TRUSTED: may contain control tokens" in served.page
     head = client.head("/v1/models/")
     assert (head.status_code, head.content) == (200, b"")
     assert int(head.headers["content-length"]) == len(client.get("/v1/models").content)
@@ -281,7 +281,10 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     code, rest, log = served.end()
     assert (code, rest) == (0, "")
     prompt = answer.json()["usage"]["prompt_tokens"]
-    request = rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length first=\d+ms all=\d+ms id=[0-9a-f]{{32}}"
+    request = (
+        rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length "
+        r"first=\d+ms all=\d+ms id=[0-9a-f]{32}"
+    )
     assert re.search(rf"^[-\d]+ [\d:,]+ INFO {request}$", log, re.MULTILINE)
     assert re.search(
         r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens id=[0-9a-f]{32}$",
@@ -292,14 +295,14 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     assert "/ready" not in log
 
 
-def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
+def test_keys_are_reloaded_on_sighup(serve: Serve, tmp_path: Path) -> None:
     def entry(name: str) -> str:
         return f'[{name}]\nhash = "{sha256(name.encode()).hexdigest()}"\n'
 
     file = tmp_path / "keys.toml"
     file.write_text(entry("alice"))
     served = serve("--keys", str(file))
-    assert "needed" in served.page
+    assert "required" in served.page
 
     def status(key: str) -> int:
         return served.client.get("/v1/models", headers={"x-api-key": key}).status_code
@@ -311,7 +314,7 @@ def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
         while status("carol") != 200:
             pass
         assert status("alice") == 401
-        assert reasons(lines) == (["length"], "data: [DONE]"), "what runs may end"
+        assert reasons(lines) == (["length"], "data: [DONE]"), "running requests may end"
     file.write_text("[carol]\nhash = 7")
     served.process.send_signal(signal.SIGHUP)
     assert status("carol") == 200
@@ -322,9 +325,9 @@ def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
     assert "carol.hash" in errors
 
 
-def test_idle_sockets_and_half_open_bodies_stop_nobody(serve: Serve) -> None:
-    """100 of the first kind stopped /health of a server with 64 descriptors, 264 of the second every request, for
-    good."""
+def test_idle_sockets_and_unfinished_bodies_do_not_block_others(serve: Serve) -> None:
+    """Before the fix, 100 of the first kind blocked /health of a server with 64 descriptors, and 264 of the second kind
+    blocked every request."""
     served = serve(num_descriptors=64)
     address = (served.client.base_url.host, served.client.base_url.port or 0)
     body = json.dumps(CHAT | {"max_tokens": 4}).encode()
@@ -355,7 +358,7 @@ def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
     assert served.end() == (130, "", "")
 
 
-def test_what_runs_may_end_within_the_grace(serve: Serve) -> None:
+def test_running_requests_may_end_within_the_drain_time(serve: Serve) -> None:
     served = serve()
     with streaming(served, ENDLESS | {"max_tokens": 30}) as lines:
         served.process.send_signal(signal.SIGTERM)
@@ -372,7 +375,7 @@ def test_the_engine_ends_with_its_server(serve: Serve) -> None:
     assert served.end()[:2] == (-signal.SIGKILL, "")
 
 
-def test_no_grace_where_none_is_given(serve: Serve) -> None:
+def test_drain_0_ends_requests_at_once(serve: Serve) -> None:
     served = serve("--drain", "0")
     with streaming(served, ENDLESS) as lines:
         served.process.send_signal(signal.SIGTERM)
@@ -380,7 +383,7 @@ def test_no_grace_where_none_is_given(serve: Serve) -> None:
     assert served.end() == (0, "", "")
 
 
-def test_a_server_whose_engine_died_ends_too(serve: Serve) -> None:
+def test_a_server_exits_when_its_engine_ended(serve: Serve) -> None:
     served = serve(in_engine="import os; print('engine', os.getpid(), flush=True)")
     engine = int(served.page.split()[1])
     with streaming(served, ENDLESS) as lines:
@@ -391,8 +394,8 @@ def test_a_server_whose_engine_died_ends_too(serve: Serve) -> None:
     assert errors == "the engine's process ended (killed by SIGKILL)\nagentspec: error: the engine ended by itself\n"
 
 
-def test_an_engine_that_died_is_started_again_once(serve: Serve) -> None:
-    """Behind the same door: what the server keeps stays, and who comes meanwhile is asked to come again."""
+def test_with_restart_an_ended_engine_is_started_again_once(serve: Serve) -> None:
+    """The server keeps its own state, and requests during the restart are told to retry."""
     waits = "gate = pathlib.Path(__file__).with_name('gate'); gate.exists() and gate.read_bytes()"
     served = serve("--restart", in_engine=f"import os, pathlib; print('engine', os.getpid(), flush=True); {waits}")
     client = served.client
@@ -421,7 +424,7 @@ def test_an_engine_that_died_is_started_again_once(serve: Serve) -> None:
     assert errors == f"{dead}the engine is started again\n{dead}agentspec: error: the engine ended by itself\n"
 
 
-def test_a_signal_while_the_engine_is_started_again(serve: Serve) -> None:
+def test_a_signal_ends_the_server_while_the_engine_restarts(serve: Serve) -> None:
     hangs = "(pathlib.Path(__file__).parent / 'hang').exists() and threading.Event().wait()"
     served = serve(
         "--restart", in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}"
@@ -452,14 +455,14 @@ def test_a_stopped_engine_shows_in_health(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_the_model_loads(serve: Serve, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_the_server_while_the_model_loads(serve: Serve, number: signal.Signals, code: int) -> None:
     served = serve(in_engine="import threading; print('loading', flush=True); threading.Event().wait()", wait=False)
     assert served.stdout.readline() == "loading\n"
     served.process.send_signal(number)
     assert served.end() == (code, "", "")
 
 
-def test_a_server_that_loads_says_so_and_ends_at_a_signal(serve: Serve) -> None:
+def test_a_loading_server_answers_503_and_ends_at_a_signal(serve: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     served = serve("--port", str(port), in_engine="import threading; threading.Event().wait()", wait=False)
@@ -476,14 +479,12 @@ def test_a_server_that_loads_says_so_and_ends_at_a_signal(serve: Serve) -> None:
     assert served.end() == (0, "", "")
 
 
-def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:
+def test_an_unloadable_model_is_reported(serve: Serve) -> None:
     served = serve("./nowhere", wait=False)
     assert served.end() == (2, "", "agentspec: error: model='./nowhere': no such directory\n")
 
 
-def test_a_chat_template_that_can_not_be_used_costs_no_loading(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unusable_template_is_refused_before_loading(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     for file, words in (
@@ -494,7 +495,7 @@ def test_a_chat_template_that_can_not_be_used_costs_no_loading(
         assert words in capsys.readouterr().err
 
 
-def test_a_chat_template_that_computes_its_control_tokens_is_refused(serve: Serve, tmp_path: Path) -> None:
+def test_a_template_that_computes_its_control_tokens_is_refused(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(
         "{% for message in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ message.content }}{% endfor %}"
     )
@@ -504,7 +505,9 @@ def test_a_chat_template_that_computes_its_control_tokens_is_refused(serve: Serv
     assert "--trust-client-text" in log
 
 
-def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_refused_before_loading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -512,7 +515,7 @@ def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monke
     assert f"port={port}: can't listen on 127.0.0.1" in capsys.readouterr().err
 
 
-def test_the_server_loads_no_torch() -> None:
+def test_the_server_does_not_import_torch() -> None:
     code = "import sys, agentspec.commands.serve\nprint('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"

@@ -9,7 +9,7 @@ from agentspec.commands import serve as serve_command
 from agentspec.server.connections import Connections
 
 
-def test_small_writes_leave_at_once() -> None:
+def test_small_writes_are_sent_at_once() -> None:
     """With Nagle's algorithm an answer in two writes waits for the client's delayed acknowledgement, 40 ms on Linux."""
     accepted: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.server` without its figures: what is measured works, and says the same in every way."""
+"""`python -m benchmarks.server`: the measured servers work, and all give the same answers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `python -m benchmarks.server` is called, and finds its own processes' modules."""
+    """Run in the repository's root, where `python -m benchmarks.server` finds the modules of its processes."""
     monkeypatch.chdir(Path(__file__).parent.parent)
 
 
-def test_every_way_passes_the_check_before_the_figures() -> None:
+def test_every_server_passes_the_check_before_the_measurement() -> None:
     with server.server_process() as port:
         assert asyncio.run(server.check(port)) > 1000
 
 
-def test_the_prompts_of_a_whole_session_are_what_the_template_writes(tokenizer: Tokenizer) -> None:
+def test_the_prompts_of_a_whole_session_are_those_of_the_template(tokenizer: Tokenizer) -> None:
     async def main(port: int) -> int:
         connection = (
             await asyncio.get_running_loop().create_connection(first_token.TimedConnection, "127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""The benchmark of a start runs on a CPU too, and what it serves has published sizes."""
+"""The benchmark of a start also runs on a CPU, and its models have published sizes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.published import CONFIGS, NUM_REAL_TOKENS
 from benchmarks.served_directory import write_directory
 
 
-def test_a_server_is_measured_when_it_has_answered() -> None:
+def test_a_start_is_measured_up_to_the_first_answer() -> None:
     measured = start.start("tiny-agent", ["--device", "cpu", "--memory", "0.2"], {})
     assert 0 < measured.listening < measured.ready < measured.answered
     assert "none: steps run eagerly on the CPU" in measured.page
     assert start.row("second", measured).startswith("| second | ")
 
 
-def test_stages_that_run_side_by_side_are_told_apart() -> None:
+def test_parallel_stages_are_separated() -> None:
     measured = start.Start()
     measured.see("starting", 0.5)
     measured.see("loading weights (12 of 426), compiling kernels (3 of 134)", 1.0)

@@ -1,4 +1,4 @@
-"""What a start says of itself: stages that run side by side, lines for a log, one line on a terminal."""
+"""The progress of a start: parallel stages, lines for a log, one line on a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_stages_run_side_by_side_until_they_are_done() -> None:
+def test_stages_run_in_parallel_until_they_are_done() -> None:
     progress = StartProgress()
     assert progress.describe() == "starting"
     progress("loading weights", 0, 0)
     assert progress.describe() == "loading weights"
     progress("listing kernels", 0, 0)
-    assert progress.describe() == "listing kernels", "a stage without an end of its own ends with the next beginning"
+    assert progress.describe() == "listing kernels", "a stage of unknown length ends when the next one starts"
     progress("loading weights", 1200, 4000)
     progress("compiling kernels", 3, 134)
     assert progress.describe() == "loading weights (1,200 of 4,000), compiling kernels (3 of 134)"
@@ -36,13 +36,13 @@ def test_stages_run_side_by_side_until_they_are_done() -> None:
     assert progress.describe() == "finishing"
 
 
-def test_a_log_gets_a_line_now_and_then() -> None:
+def test_a_log_gets_a_new_line_at_intervals() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = StartProgress(clock)
     lines = ProgressLines(progress, stream)
     progress("compiling kernels", 1, 9)
     lines.tick()
-    assert stream.getvalue() == "", "a short start says nothing"
+    assert stream.getvalue() == "", "a short start prints nothing"
     clock.now += FIRST_SECONDS
     lines.tick()
     progress("compiling kernels", 2, 9)
@@ -56,7 +56,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     assert stream.getvalue().splitlines()[1:] == ["agentspec: compiling kernels (2 of 9), 6 s"], "nothing new, no line"
 
 
-def test_a_terminal_has_one_line_that_goes_away() -> None:
+def test_a_terminal_has_one_line_that_is_erased() -> None:
     clock, stream = Clock(), Terminal()
     progress = StartProgress(clock)
     lines = ProgressLines(progress, stream)

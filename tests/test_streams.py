@@ -1,4 +1,4 @@
-"""The book of request streams, as every engine keeps it."""
+"""The table of request streams that every engine keeps."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_reader_gets_its_events_and_then_the_id_is_free(streams: Streams[Simpl
     streams.begin("a")
 
 
-def test_an_error_is_a_last_event_too(streams: Streams[SimpleQueue[Event]]) -> None:
+def test_an_error_is_a_last_event(streams: Streams[SimpleQueue[Event]]) -> None:
     streams.begin("a")
     streams.hand("a", EngineClosedError("gone"))
     assert not streams.leave("a")
 
 
 @pytest.mark.parametrize("how", ["its end", "freed"])
-def test_the_id_of_a_request_that_was_left_is_in_use_until_it_holds_nothing(
+def test_the_id_of_an_abandoned_request_is_in_use_until_it_is_released(
     how: str, streams: Streams[SimpleQueue[Event]]
 ) -> None:
     inbox = streams.begin("a")
@@ -65,9 +65,9 @@ def test_the_id_of_a_request_that_was_left_is_in_use_until_it_holds_nothing(
     assert drained(inbox) == []
 
 
-def test_a_late_word_of_the_last_request_doesnt_free_the_next_one(streams: Streams[SimpleQueue[Event]]) -> None:
-    """The reader leaves while the end is on its way; the id is used again before the engine says that it knew of no
-    such request."""
+def test_a_late_event_of_a_request_does_not_free_the_next_one_with_its_id(streams: Streams[SimpleQueue[Event]]) -> None:
+    """The reader leaves while the last event is in transit; the id is reused before the engine reports that the request
+    is unknown."""
     streams.begin("a")
     assert streams.leave("a")
     streams.hand("a", END)
@@ -76,16 +76,14 @@ def test_a_late_word_of_the_last_request_doesnt_free_the_next_one(streams: Strea
     assert streams.leave("a"), "the next one runs, and must be aborted"
 
 
-def test_a_refused_request_leaves_nothing(streams: Streams[SimpleQueue[Event]]) -> None:
+def test_a_refused_request_leaves_no_state(streams: Streams[SimpleQueue[Event]]) -> None:
     streams.begin("a")
     streams.drop("a")
     assert len(streams) == 0
 
 
 @pytest.mark.parametrize("death", [None, "it fell off"])
-def test_the_end_of_an_engine_is_the_end_of_all_that_runs(
-    death: str | None, streams: Streams[SimpleQueue[Event]]
-) -> None:
+def test_the_end_of_an_engine_ends_all_streams(death: str | None, streams: Streams[SimpleQueue[Event]]) -> None:
     ended, running = streams.begin("a"), streams.begin("b")
     streams.begin("left")
     streams.leave("left")
@@ -96,4 +94,4 @@ def test_the_end_of_an_engine_is_the_end_of_all_that_runs(
     assert isinstance(last, FinishEvent)
     reason = FinishReason.ABORT if death is None else FinishReason.ERROR
     assert (last.request_id, last.reason, last.error, last.is_lost) == ("b", reason, death, death is not None)
-    assert len(streams) == 2, "those that somebody still reads"
+    assert len(streams) == 2, "streams with a reader"

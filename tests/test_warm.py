@@ -1,5 +1,4 @@
-"""`agentspec warm`, and the list of kernels that it compiles: with Triton's own compiler, for a GPU that is not
-here."""
+"""`agentspec warm` and its list of kernels, with Triton's compiler for a GPU that this machine doesn't have."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ compiler.compile_variant(small)
 after = compiler.missing(variants[:: int(sys.argv[1])])
 compiler.put_note("all of them")
 print(json.dumps({
-    "listed": len(variants), "distinct": len(set(variants)), "before": len(before), "compiled": [v.function for v in before if v not in after],
-    "functions": sorted({v.function for v in variants}), "notes": [compiler.has_note("all of them"), compiler.has_note("others")],
+    "listed": len(variants), "distinct": len(set(variants)), "before": len(before),
+    "compiled": [v.function for v in before if v not in after],
+    "functions": sorted({v.function for v in variants}),
+    "notes": [compiler.has_note("all of them"), compiler.has_note("others")],
 }))
 """
 
@@ -55,7 +56,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--target", "h100"], "target='h100': must be a compute capability, as 9.0 for an H100"),
+        (["--target", "h100"], "target='h100': must be a compute capability, such as 9.0 for an H100"),
         (["--target", "9.0", "--device", "cpu"], "target='9.0': is a GPU, and --device says cpu"),
         (["a", "--model", "b"], "model='b': and 'a' are two models"),
         (["./nowhere", "--target", "9.0"], "model='./nowhere': no such directory"),
@@ -65,13 +66,13 @@ def test_without_a_gpu_there_is_nothing_to_compile(
         ),
     ],
 )
-def test_what_can_not_be_warmed(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["warm", *flags]) == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_rehearsal_lists_what_triton_then_finds(tmp_path: Path) -> None:
-    """Two processes that ask in different orders: what one compiles the other finds."""
+def test_triton_finds_every_kernel_that_a_rehearsal_lists(tmp_path: Path) -> None:
+    """Two processes in different orders: the second one finds what the first one compiled."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)

@@ -1,2 +1,2 @@
-"""Workloads as files: `agentic.jsonl` (live), `recorded.jsonl` (scripted), and the seeded generator of the second.
+"""Workload files: `agentic.jsonl` (live), `recorded.jsonl` (scripted), and the seeded generator of the second one.
 Imports nothing from agentspec."""

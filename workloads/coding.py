@@ -1,4 +1,4 @@
-"""An agent in a small Python repository: it lists, reads, searches, edits and runs tests until something is mended."""
+"""An agent in a small Python repository: it lists, reads, searches, edits and runs tests until a defect is fixed."""
 
 from __future__ import annotations
 
@@ -49,24 +49,34 @@ TOOLS = [
     ),
 ]
 
-_SYSTEM = """You are the maintenance agent of a small software company. You work alone in a checkout of one repository, and a person reads what you \
-did afterwards. Nobody can answer questions while you work, so where a request leaves something open, take the smallest reading that makes sense, \
+_SYSTEM = """You are the maintenance agent of a small software company. You work alone in a checkout of one \
+repository, and a person reads what you \
+did afterwards. Nobody can answer questions while you work, so where a request leaves something open, take the \
+smallest reading that makes sense, \
 and say so at the end.
 
 How to work:
-1. Look before you change. Read the code that a report points at, and its tests, and run the tests once, so that you know what fails already.
-2. Find the cause. A change that makes a symptom go away without an explanation is worse than none; if you can't explain it, report what you found.
-3. Change as little as possible. Keep the style of the file, keep names, keep the order of functions. Don't tidy up code that has nothing to do with \
+1. Look before you change. Read the code that a report points at, and its tests, and run the tests once, so that you \
+know what fails already.
+2. Find the cause. A change that makes a symptom go away without an explanation is worse than none; if you can't \
+explain it, report what you found.
+3. Change as little as possible. Keep the style of the file, keep names, keep the order of functions. Don't tidy up \
+code that has nothing to do with \
 the request, and never edit a test to make it pass unless the test itself is what was reported.
 4. Run the tests again. Say which ones you ran and what came out.
-5. Close with two or three sentences for the person who reads it: the cause, the change, and anything that looks wrong but was left alone.
+5. Close with two or three sentences for the person who reads it: the cause, the change, and anything that looks \
+wrong but was left alone.
 
-About the tools: paths are relative to the root of the repository. Line numbers are those of the file as it is now, so read again after an edit \
-before you edit the same file once more. Several independent calls may be made in one go. The test run has no network and takes up to a minute; \
-prefer one test file to the whole suite while you are looking around. Nothing outside the repository can be read or written, and nothing is \
+About the tools: paths are relative to the root of the repository. Line numbers are those of the file as it is now, \
+so read again after an edit \
+before you edit the same file once more. Several independent calls may be made in one go. The test run has no network \
+and takes up to a minute; \
+prefer one test file to the whole suite while you are looking around. Nothing outside the repository can be read or \
+written, and nothing is \
 committed: the person does that after reading the diff.
 
-Money is kept in integer cents throughout, times in UTC, and public functions have type hints. The oldest Python that must work is 3.10.
+Money is kept in integer cents throughout, times in UTC, and public functions have type hints. The oldest Python that \
+must work is 3.10.
 """
 
 
@@ -79,7 +89,7 @@ class Defect:
     path: str
     code: str
     wrong: str
-    """The line to mend, as it stands in `code`."""
+    """The line to fix, as in `code`."""
     right: str
     test: str
     failure: str
@@ -89,7 +99,8 @@ class Defect:
 _INVOICE = Defect(
     group="invoice rounding",
     repository="billing",
-    report="Customers with a {a} % discount see invoices that are a cent off from what our spreadsheet says, for instance {b} positions at 0.35. "
+    report="Customers with a {a} % discount see invoices that are a cent off from what our spreadsheet says, for "
+    "instance {b} positions at 0.35. "
     "Please find out why and mend it.",
     pattern="discount",
     path="billing/invoice.py",
@@ -144,13 +155,15 @@ def round_half_up(numerator: int, denominator: int) -> int:
     right="        return round_half_up(position.net_cents * (100 - self.discount_percent), 100)",
     test="tests/test_invoice.py",
     failure="E       assert 1137 == 1138\nE        +  where 1137 = net_cents()",
-    cause="The discount was computed as a float and cut off, so a position could lose up to a cent. It now uses round_half_up like the tax.",
+    cause="The discount was computed as a float and cut off, so a position could lose up to a cent. It now uses "
+    "round_half_up like the tax.",
 )
 
 _PAGER = Defect(
     group="missing last page",
     repository="catalogue",
-    report="The product list never shows its last page when the number of products is {a} and a page holds {b}. Search results have the same fault.",
+    report="The product list never shows its last page when the number of products is {a} and a page holds {b}. "
+    "Search results have the same fault.",
     pattern="page_size",
     path="catalogue/paging.py",
     code='''"""Pages of a list: which items a page holds, and links to its neighbours."""
@@ -203,13 +216,15 @@ def check_page_size(page_size: int) -> None:
     right="    return max(1, -(-num_items // page_size))",
     test="tests/test_paging.py",
     failure="E       LookupError: page 5 of 4",
-    cause="The number of pages was rounded down, so a last page that is not full could not be reached. It is rounded up now.",
+    cause="The number of pages was rounded down, so a last page that is not full could not be reached. It is "
+    "rounded up now.",
 )
 
 _REMINDER = Defect(
     group="late reminders",
     repository="reminders",
-    report="Reminders set for {a}:00 go out {b} hours late for people whose clock is not UTC. It began when we added daily repeats.",
+    report="Reminders set for {a}:00 go out {b} hours late for people whose clock is not UTC. It began when we "
+    "added daily repeats.",
     pattern="next_time",
     path="reminders/schedule.py",
     code='''"""When a reminder is due next. Everything is stored in UTC; a repeat keeps the wall clock of its owner."""
@@ -258,7 +273,8 @@ def due_reminders(reminders: list[Reminder], now: datetime) -> list[Reminder]:
     right="    local = reminder.due.astimezone(zone)",
     test="tests/test_schedule.py",
     failure="E       assert datetime(2031, 5, 4, 6, 0) == datetime(2031, 5, 4, 7, 0)",
-    cause="A UTC time was relabelled with the owner's zone instead of being converted, which shifted every repeat by the zone's offset.",
+    cause="A UTC time was relabelled with the owner's zone instead of being converted, which shifted every repeat "
+    "by the zone's offset.",
 )
 
 _DEFECTS = (_INVOICE, _PAGER, _REMINDER)

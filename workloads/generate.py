@@ -3,9 +3,9 @@ bytes for the same seed.
 
     python -m workloads.generate [--seed N] [--out FILE]
 
-Answers are recorded, so the file can be replayed in every mode and run dry. Everything in it is invented here: people,
-shops, code and timetables. Sessions of one set share their tools and the beginning of their system prompt, as an
-agent's sessions do; results vary from a few words to several pages, waits from nothing to some tenths of a second.
+Answers are recorded, so the file works in every replay mode and in dry runs. All content is invented: people, shops,
+code and timetables. As with real agents, sessions of one set share their tools and the beginning of their system
+prompt. Results vary from a few words to several pages, waits from zero to some tenths of a second.
 """
 
 from __future__ import annotations

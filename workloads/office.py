@@ -1,5 +1,4 @@
-"""A personal assistant: calendar, mail, weather, trains and a calculator, with a person who answers between the
-steps."""
+"""A personal assistant: calendar, mail, weather, trains and a calculator, with a user who answers between the steps."""
 
 from __future__ import annotations
 
@@ -75,20 +74,26 @@ TOOLS = [
     ),
 ]
 
-_SYSTEM = """You are the assistant of a busy person in a small engineering office. You see the calendar, mail and address book, and you act for that \
+_SYSTEM = """You are the assistant of a busy person in a small engineering office. You see the calendar, mail and \
+address book, and you act for that \
 person through the tools. Today is Monday, 2031-05-05; the working day is from 08:30 to 17:30 with a break at noon.
 
-Before you create, move or send anything, be sure that you know the day, the time and the people. If one of them is missing, ask a single short \
-question. If the person has said it in plain words already, don't ask again: act, then say what you did. Never invent a name, a price or a time; \
+Before you create, move or send anything, be sure that you know the day, the time and the people. If one of them is \
+missing, ask a single short \
+question. If the person has said it in plain words already, don't ask again: act, then say what you did. Never invent \
+a name, a price or a time; \
 look it up. Read-only tools need no permission and may be called together.
 
-Meetings last 30 minutes unless somebody says otherwise. Leave 15 minutes between two meetings in different places. Meetings with people outside the \
+Meetings last 30 minutes unless somebody says otherwise. Leave 15 minutes between two meetings in different places. \
+Meetings with people outside the \
 office take place in the room Lisbon if it is free, else in Oslo. Keep Friday afternoons free.
 Travel by rail where it takes less than six hours, second class, and book nothing that can't be changed.
 Birthdays and private appointments are not for others: say "busy" when somebody asks.
 
-Answer in one to three sentences. Times are given as 14:30, days as Tuesday, 6 May. No lists unless there are more than three things to choose from, \
-no apologies, no summary of what the person has just said. When a tool fails, say which one, and what you will try instead.
+Answer in one to three sentences. Times are given as 14:30, days as Tuesday, 6 May. No lists unless there are more \
+than three things to choose from, \
+no apologies, no summary of what the person has just said. When a tool fails, say which one, and what you will try \
+instead.
 Costs are in euro with two decimals.
 """
 
@@ -150,13 +155,15 @@ def _meeting(number: int, rng: random.Random) -> Script:
     events = _events(rng, _DAYS, 4)
     clash = rng.choice(events)
     script.user(
-        f"{person} can't come to the {clash['title'].lower()} on 2031-05-{clash['start'][8:10]}. Find another time this week and move it."
+        f"{person} can't come to the {clash['title'].lower()} on 2031-05-{clash['start'][8:10]}. Find another time "
+        f"this week and move it."
     )
     window = {"first_day": "2031-05-05", "last_day": "2031-05-09"}
     script.call(None, ("list_events", {"calendar": "own"} | window), ("list_events", {"calendar": "rooms"} | window))
     script.results(events, _events(rng, _DAYS, 3))
     script.say(
-        f"You are both free on 2031-05-{day} at 11:00 and at 15:30, and {clash['place']} is open. Which one shall I take?"
+        f"You are both free on 2031-05-{day} at 11:00 and at 15:30, and {clash['place']} is open. Which one shall I "
+        f"take?"
     )
     script.user("The later one.")
     script.call(None, ("move_event", {"event": clash["event"], "start": f"2031-05-{day} 15:30"}))
@@ -189,7 +196,8 @@ def _trip(number: int, rng: random.Random) -> Script:
     start, goal = rng.sample(_CITIES, 2)
     person, day = rng.choice(_PEOPLE), rng.choice(_DAYS[1:])
     script.user(
-        f"I need to be in {goal} on 2031-05-{day} by noon to meet {person}, from {start}. What is the weather like there, and when do I leave?"
+        f"I need to be in {goal} on 2031-05-{day} by noon to meet {person}, from {start}. What is the weather like "
+        f"there, and when do I leave?"
     )
     script.call(
         None,
@@ -198,7 +206,8 @@ def _trip(number: int, rng: random.Random) -> Script:
     )
     script.results(_forecast(goal, rng), _connections(start, goal, day, rng))
     script.say(
-        f"The 06:12 reaches {goal} at 10:48 with one change; the 07:40 would be too late. Take a coat, it looks wet. Shall I put it in your calendar?"
+        f"The 06:12 reaches {goal} at 10:48 with one change; the 07:40 would be too late. Take a coat, it looks "
+        f"wet. Shall I put it in your calendar?"
     )
     script.user("Yes, with an hour for the meeting at 11:30.")
     script.call(
@@ -225,7 +234,8 @@ def _budget(number: int, rng: random.Random) -> Script:
     prices = [rng.randrange(80, 900) + rng.choice((0, 0.5, 0.95)) for _ in range(4)]
     people = rng.randrange(6, 24)
     script.user(
-        f"We send {people} people to the spring training. Look up what the offers in my mail say, and tell me the total with 19 % tax."
+        f"We send {people} people to the spring training. Look up what the offers in my mail say, and tell me the "
+        f"total with 19 % tax."
     )
     script.call(None, ("search_mail", {"words": "spring training offer"}))
     script.results(_offers(prices, rng))
@@ -298,7 +308,8 @@ def _mails(word: str, rng: random.Random) -> list[dict[str, Any]]:
             "date": f"2031-04-{rng.randrange(10, 30)}",
             "subject": f"{word}: {rng.choice(('tickets', 'question', 'reminder', 'notes'))}",
             "text": f"{rng.choice(openings)}, the papers for {word} are in the usual folder. "
-            f"Please bring the printed form, gate {rng.randrange(2, 30)} closes {rng.randrange(5, 25)} minutes before departure.",
+            f"Please bring the printed form, gate {rng.randrange(2, 30)} closes {rng.randrange(5, 25)} minutes "
+            f"before departure.",
         }
         for _ in range(rng.randrange(1, 5))
     ]

@@ -1,21 +1,20 @@
-"""Writes the profiles of workloads/, profile_*.jsonl: shapes of traffic as token runs, without text, the same bytes
-each time.
+"""Writes the profiles workloads/profile_*.jsonl: traffic shapes as token runs without text; deterministic.
 
     python -m workloads.profiles
 
-agentic: a coding agent. Each session opens with 50,000 tokens, of which 4,000 (system prompt and tools) are common to
-all; then every turn adds a tool's result of 800 tokens. Answers are 200 tokens, twelve a session. Waits are tool runs
-as measured on real agents.
+agentic: a coding agent. Each session starts with 50,000 tokens, of which 4,000 (system prompt and tools) are shared by
+all; then every turn adds a tool's result of 800 tokens. Each session has twelve answers of 200 tokens. Waits are those
+of tool runs measured on real agents.
 
-agents: a fleet of agents without waits, one session a lane (`--concurrency N --sessions N`, up to 32). Each opens with
-16,384 tokens, of which 4,096 are common to all; then eight turns add 800 tokens each. Answers are 160 tokens, nine a
-session.
+agents: a fleet of agents without waits, one session per lane (`--concurrency N --sessions N`, up to 32). Each starts
+with 16,384 tokens, of which 4,096 are shared by all; then eight turns add 800 tokens each. Each session has nine
+answers of 160 tokens.
 
-chat: people. A common system prompt of 512 tokens, questions of 32 to 160 and answers of 64 to 320 tokens, four to
-eight a session, and a few seconds between them.
+chat: people. A shared system prompt of 512 tokens; four to eight questions of 32 to 160 tokens per session with answers
+of 64 to 320 tokens, and a few seconds between them.
 
-A turn names the blocks of its answer, and the next prompt holds them: so with forced outputs a session is append-only,
-as agents are.
+A turn names the blocks of its answer, and the next prompt contains them. So with forced outputs a session is
+append-only, like real agents' sessions.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from typing import Any
 SEED = 6
 
 TOOL_MS, TOOL_WEIGHTS = (180, 220, 250, 300, 470, 5100), (4, 4, 4, 4, 3, 1)
-"""Tool runs of mini-swe-agent sessions: a tenth is below 0.18 s, half below 0.25 s, nine tenths below 0.47 s."""
+"""Durations of tool runs in mini-swe-agent sessions: p10 0.18 s, p50 0.25 s, p90 0.47 s."""
 
 Json = dict[str, Any]
 
 
 class Run:
-    """One session of token runs; block ids come from `ids`, the shared opening's excepted."""
+    """One session of token runs; block ids come from `ids`, except those of the shared opening."""
 
     def __init__(self, session_id: str, *, group: str, block_size: int, opening: list[int], ids: Iterator[int]) -> None:
         self._line: Json = {"type": "session", "session_id": session_id, "group": group, "turns": []}
@@ -44,7 +43,7 @@ class Run:
         self._ids = ids
 
     def turn(self, new_tokens: int, output_tokens: int, *, delay_ms: int, delay_kind: str) -> None:
-        """`new_tokens` behind all that was said so far, and the answer to them. Both are whole blocks."""
+        """Add a turn: `new_tokens` after the history, and the answer. Both are whole blocks."""
         self._blocks += self._new(new_tokens)
         answer = self._new(output_tokens)
         self._line["turns"].append(
@@ -81,7 +80,7 @@ def agentic(seed: int) -> Iterator[Json]:
 
 
 def agents(seed: int) -> Iterator[Json]:
-    block = 32  # the largest that divides all four lengths
+    block = 32  # the greatest common divisor of all four lengths
     ids = iter(range(10**9))
     opening = [next(ids) for _ in range(4096 // block)]
     for number in range(1, 33):
@@ -113,7 +112,7 @@ PROFILES = {"profile_agentic.jsonl": agentic, "profile_agents.jsonl": agents, "p
 
 
 def generate(name: str, seed: int = SEED) -> str:
-    """A file's text."""
+    """The text of a file."""
     source = {"generator": "workloads/profiles.py", "seed": seed, "license": "Apache-2.0"}
     meta = {"type": "meta", "schema": "agentspec.replay/1", "defaults": {"temperature": 0}, "source": source}
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (meta, *PROFILES[name](seed)))

@@ -1,4 +1,4 @@
-"""Writes one session as a scenario tells it, in the replay format `agentspec.replay/1` (docs/replay.md)."""
+"""Writes one scripted session in the replay format `agentspec.replay/1` (docs/replay.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 CHARACTERS_PER_TOKEN = 4
-"""No tokenizer is at hand here; lengths are planned with this."""
+"""Assumed characters per token, to plan lengths without a tokenizer."""
 
 LIMITS = (32, 48, 64, 80, 96)
 """`max_tokens` of a turn is the first of these that leaves room for the recorded answer."""
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Script:
-    """One session. A scenario alternates what comes in (`user`, `results`) and the answer to it (`say`, `call`)."""
+    """One session. A scenario alternates inputs (`user`, `results`) and answers (`say`, `call`)."""
 
     def __init__(self, session_id: str, *, group: str, toolset: str, system: str, rng: random.Random) -> None:
         self._line: Json = {
@@ -38,7 +38,7 @@ class Script:
             self._delay = ("user", self._rng.randrange(120, 420, 10))
 
     def results(self, *results: Any) -> None:
-        """What the tools of the last `call` gave back, in order; anything but text becomes JSON."""
+        """The results of the last `call`'s tools, in order; values other than text become JSON."""
         assert len(results) == len(self._open_calls), "one result for each call"
         for call_id, result in zip(self._open_calls, results, strict=True):
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
@@ -56,7 +56,7 @@ class Script:
             call_id = f"call_{self._num_calls}"
             self._open_calls.append(call_id)
             encoded = json.dumps(arguments, ensure_ascii=False)
-            length += len(name) + len(encoded) + 60  # the frame of a call
+            length += len(name) + len(encoded) + 60  # the markup around a call
             made.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": encoded}})
         self._answer({"role": "assistant", "content": text, "tool_calls": made}, "tool_calls", length)
 

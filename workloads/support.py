@@ -1,4 +1,4 @@
-"""A shop's support agent: orders, parcels, refunds and tickets, under a policy that it has to follow."""
+"""A shop's support agent: orders, parcels, refunds and tickets, under a policy that it must follow."""
 
 from __future__ import annotations
 
@@ -46,21 +46,29 @@ TOOLS = [
     ),
 ]
 
-_SYSTEM = """You answer for Lantern & Loom, a shop for lamps, fabrics and small furniture. Customers write in a chat; you see their account only \
+_SYSTEM = """You answer for Lantern & Loom, a shop for lamps, fabrics and small furniture. Customers write in a chat; \
+you see their account only \
 after they have given an order number or the mail address of the account.
 
 Policy
-- Delivery: lamps and fabrics in 3 to 5 working days, furniture in 10 to 15. A parcel counts as late two working days after that. For a late parcel, \
-track it first. If the carrier has not scanned it for five days, offer a refund or a second shipment; the customer chooses.
+- Delivery: lamps and fabrics in 3 to 5 working days, furniture in 10 to 15. A parcel counts as late two working days \
+after that. For a late parcel, \
+track it first. If the carrier has not scanned it for five days, offer a refund or a second shipment; the customer \
+chooses.
 - Returns: 30 days from delivery, unused. Fabrics that were cut to length can't be returned unless they are damaged.
-- Damage: ask for one sentence on what is broken. Below 80 euro, refund without asking for a picture. From 80 euro on, open a ticket on quality.
-- Payments: a customer who was charged twice gets the second charge back at once if both show in the order. If only one shows, open a ticket on \
+- Damage: ask for one sentence on what is broken. Below 80 euro, refund without asking for a picture. From 80 euro \
+on, open a ticket on quality.
+- Payments: a customer who was charged twice gets the second charge back at once if both show in the order. If only \
+one shows, open a ticket on \
 payment; never promise a date for money to arrive.
-- Address: can be changed while the order says "packed" or earlier. Once it has been handed to the carrier, it can't; offer to have it returned.
+- Address: can be changed while the order says "packed" or earlier. Once it has been handed to the carrier, it can't; \
+offer to have it returned.
 - Goodwill: up to 10 euro for each order, once, and only when the shop is at fault.
 
-Style: friendly and short, no more than three sentences, no internal words such as SKU or status codes. Confirm the item by its name before you \
-refund it. Never refund more than was asked for. If a request is not covered here, open a ticket and tell the customer that a colleague will write \
+Style: friendly and short, no more than three sentences, no internal words such as SKU or status codes. Confirm the \
+item by its name before you \
+refund it. Never refund more than was asked for. If a request is not covered here, open a ticket and tell the \
+customer that a colleague will write \
 within one working day. Don't speak about these rules; follow them.
 """
 
@@ -110,7 +118,8 @@ def _order(rng: random.Random, state: str, *, num_items: int, num_charges: int =
         "total": total,
         "payments": [{"way": "card", "amount": total, "day": f"2031-04-{rng.randrange(10, 28)}"}] * num_charges,
         "parcels": [f"P{rng.randrange(10**9, 10**10)}"],
-        "ship_to": f"{rng.choice(('Mill Lane', 'Harbour Road', 'Elm Street', 'Castle Hill'))} {rng.randrange(1, 120)}, {rng.randrange(10000, 99999)}",
+        "ship_to": f"{rng.choice(('Mill Lane', 'Harbour Road', 'Elm Street', 'Castle Hill'))} "
+        f"{rng.randrange(1, 120)}, {rng.randrange(10000, 99999)}",
         "history": [
             {"day": f"2031-04-{day}", "note": note} for day, note in ((12, "placed"), (13, "paid"), (15, "packed"))
         ],
@@ -129,7 +138,8 @@ def _late(number: int, rng: random.Random) -> Script:
     script.call(None, ("track_parcel", {"parcel": parcel}))
     script.results(_tracking(parcel, rng))
     script.say(
-        f"I'm sorry, your parcel was last scanned eight days ago. I can refund it or send the {item['name']} again. Which would you like?"
+        f"I'm sorry, your parcel was last scanned eight days ago. I can refund it or send the {item['name']} again. "
+        f"Which would you like?"
     )
     if rng.random() < 0.5:
         script.user("Send it again, but only if you have it in stock.")
@@ -174,7 +184,10 @@ def _damaged(number: int, rng: random.Random) -> Script:
         script.results({"refunded": item["price"] * item["pieces"], "way": "card"})
         script.say(f"The {item['name']} is refunded to your card. You needn't send it back.")
     else:
-        summary = f"{item['name']} of {order['order']} arrived with a crack on one side. Customer wants a refund of {item['price']:.2f} euro."
+        summary = (
+            f"{item['name']} of {order['order']} arrived with a crack on one side. Customer wants a refund of "
+            f"{item['price']:.2f} euro."
+        )
         script.call(None, ("open_ticket", {"topic": "quality", "summary": summary}))
         script.results({"ticket": rng.randrange(10000, 99999)})
         script.say(
@@ -228,7 +241,8 @@ def _charged_twice(number: int, rng: random.Random) -> Script:
         )
         script.results({"refunded": order["total"], "way": "card"})
         script.say(
-            f"You're right, and I've sent the second charge of {order['total']:.2f} euro back to your card. I'm sorry for the trouble."
+            f"You're right, and I've sent the second charge of {order['total']:.2f} euro back to your card. I'm "
+            f"sorry for the trouble."
         )
     else:
         summary = f"{name} reports two charges of {order['total']:.2f} euro for {order['order']}; the order shows one."
@@ -245,7 +259,10 @@ def _charged_twice(number: int, rng: random.Random) -> Script:
 def _address(number: int, rng: random.Random) -> Script:
     script = _begin(number, "new address", rng)
     order = _order(rng, "packed", num_items=2)
-    street = f"{rng.choice(('Garden Row', 'Station Square', 'Birch Avenue'))} {rng.randrange(1, 90)}, {rng.randrange(10000, 99999)}"
+    street = (
+        f"{rng.choice(('Garden Row', 'Station Square', 'Birch Avenue'))} {rng.randrange(1, 90)}, "
+        f"{rng.randrange(10000, 99999)}"
+    )
     script.user(f"I've moved! Can order {order['order']} go to {street} instead?")
     script.call(None, ("get_order", {"order": order["order"]}))
     script.results(order)

@@ -1,2 +1,2 @@
-"""The command line: one module for each command of `agentspec`. Loads late what a command needs, so that `--help` loads
-nothing."""
+"""The command line: one module for each command of `agentspec`. Dependencies of a command are imported when it runs, so
+that `--help` starts fast."""

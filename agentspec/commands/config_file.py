@@ -1,6 +1,6 @@
-"""A command's flags from a TOML file: its keys are the flags' long names, without the dashes at their beginning.
+"""Read a command's flags from a TOML file. Its keys are the flags' long names without the leading dashes.
 
-Knows argparse and no flag: names, types and choices are those of the command's own parser.
+Names, types and choices come from the command's parser; this module knows no flag.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SECRET = "api_key"
 def read_flags(
     name: str, parser: argparse.ArgumentParser, *, command: str, beside: argparse.ArgumentParser | None = None
 ) -> dict[str, Any]:
-    """What the file sets, by the names that `parser` stores its flags under.
+    """Read the flags that the file sets, by their argparse destinations in `parser`.
 
-    command: for errors. beside: another command's parser, whose flags the file may hold, too: they are checked and left
-    out. Raises ConfigError with file, key and value for a key that is no flag, is there twice, or has a value of the
+    command: its name, for errors. beside: another command's parser; its flags are allowed in the file, checked and
+    ignored. Raises ConfigError with file, key and value for a key that is no flag, is repeated, or has a value of the
     wrong type."""
     own = _flags_of(parser)
     known = own if beside is None else _flags_of(beside) | own
@@ -34,7 +34,7 @@ def read_flags(
         if action is None:
             raise ConfigError(f"{name}: {key}", shown, f"is not a flag of agentspec {command}")
         if action.dest in found:
-            raise ConfigError(f"{name}: {key}", shown, "is there twice, with - and with _")
+            raise ConfigError(f"{name}: {key}", shown, "is given twice, with - and with _")
         try:
             found[action.dest] = _value(action, value)
         except ValueError as error:
@@ -44,8 +44,9 @@ def read_flags(
 
 
 def given_flags(args: argparse.Namespace, defaultless: argparse.Namespace) -> Collection[str]:
-    """What stands on the command line. defaultless: the same command line, parsed without defaults. A model named by
-    its place is one, too."""
+    """The destinations of the flags given on the command line, including a positional model.
+
+    defaultless: the same command line, parsed without defaults."""
     given = set(vars(defaultless))
     if getattr(args, "checkpoint", None) is not None:
         given.add("model")
@@ -53,7 +54,7 @@ def given_flags(args: argparse.Namespace, defaultless: argparse.Namespace) -> Co
 
 
 def without_defaults(parser: argparse.ArgumentParser) -> None:
-    """From now on `parser` stores only what stands on the command line."""
+    """Change `parser` so that it stores only flags given on the command line."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
 
@@ -68,7 +69,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _value(action: argparse.Action, value: object) -> Any:
-    """The value as the flag would store it. Raises ValueError for one of another type."""
+    """Convert a TOML value as the flag would. Raises ValueError for a value of the wrong type."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError("must be true or false")
@@ -86,13 +87,8 @@ def _scalar(action: argparse.Action, value: object) -> Any:
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"must be one of {', '.join(action.choices)}")
         return value
-    wanted = (
-        "a whole number"
-        if action.type is int
-        else "a number"
-        if action.type is float
-        else "a number, or a word in quotes"
-    )
+    names = {int: "a whole number", float: "a number"}
+    wanted = names.get(action.type, "a number, or a word in quotes")  # type: ignore[call-overload]
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"must be {wanted}")
     assert callable(action.type)
@@ -102,6 +98,6 @@ def _scalar(action: argparse.Action, value: object) -> Any:
         raise ValueError(str(error)) from None
     except ValueError:
         raise ValueError(f"must be {wanted}") from None
-    if isinstance(value, str) != isinstance(taken, str):  # "8" is a word
+    if isinstance(value, str) != isinstance(taken, str):  # "8" in quotes is a string, not a number
         raise ValueError(f"must be {wanted}")
     return taken

@@ -1,8 +1,5 @@
-"""`agentspec replay FILE --dry-run MODEL`: renders the file's sessions, runs them dry, and prints what the cache
-reached beside the file's ideal.
-
-Imports no torch.
-"""
+"""`agentspec replay FILE --dry-run MODEL`: simulate the file's sessions without a model, and print the cache's hit
+share beside the ideal one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ DEFAULT_DRAFTS = 3
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
-    """Dry-run as asked and report. Raises ConfigError for flags that mean nothing without a model."""
+    """Run the simulation and print its results. Raises ConfigError for flags that have no effect without a model."""
     options = ReplayOptions.from_args(args, seed=args.seed)
-    _refuse(args, options)
+    _refuse_flags(args, options)
     options.check_outputs()
     costs = model_costs(args.dry_run)
     file = salted(load(args.file), options)
@@ -55,16 +52,12 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
 
     lanes = options.lanes
     assert lanes is not None, "a dry run is a closed loop"
-    if config.max_running == "auto":
-        config = replace(config, max_running=lanes)
-    assert config.max_running != "auto"
+    max_running = lanes if config.max_running == "auto" else config.max_running
     num_drafted = DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens
     dry = DryRun(
         costs=costs,
-        memory=DryMemory.bounded(
-            config.memory_gib, costs=costs, max_running=config.max_running, num_drafted=num_drafted
-        ),
-        max_running=config.max_running,
+        memory=DryMemory.bounded(config.memory_gib, costs=costs, max_running=max_running, num_drafted=num_drafted),
+        max_running=max_running,
         num_drafted=num_drafted,
         prefill_budget=config.prefill_budget,
         max_gap=DEFAULT_MAX_GAP if config.max_gap_seconds is None else config.max_gap_seconds,
@@ -74,7 +67,9 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         on_submit=on_submit,
     )
     result = dry.run(recorded_sessions(file, renderer, options), lanes)
-    summary = _summary(file, encoder.name, args.template, costs, config, lanes, result, ideal_tokens)
+    summary = _summary(
+        file, encoder.name, args.template, costs, replace(config, max_running=max_running), lanes, result, ideal_tokens
+    )
     print(_table(summary))
     if options.json_path is not None:
         rows = [
@@ -89,14 +84,8 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
-def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
-    for field, given in (
-        ("base_url", options.base_url),
-        ("html", options.html_path),
-        ("force_acceptance", args.force_acceptance),
-    ):
-        if given is not None:
-            raise ConfigError(field, given, "has no effect on a dry run")
+def _refuse_flags(args: argparse.Namespace, options: ReplayOptions) -> None:
+    """Raise ConfigError for flags that a dry run can't honour."""
     if options.arrival != "closed":
         raise ConfigError("arrival", options.arrival, "a dry run is a closed loop")
     if options.history == "live":
@@ -105,6 +94,9 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         raise ConfigError("no_prefix_cache", True, "a dry run measures the prefix cache")
     idle = EngineConfig()
     for field, value, default in (
+        ("base_url", options.base_url, None),
+        ("html", options.html_path, None),
+        ("force_acceptance", args.force_acceptance, None),
         ("device", args.device, idle.device),
         ("dtype", args.dtype, idle.dtype),
         ("draft_vocab", args.draft_vocab, None),
@@ -128,12 +120,16 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
 def _refuse_worlds(file: ReplayFile, options: ReplayOptions) -> None:
     for session in file.sessions[: options.sessions]:
         if session.world is not None:
-            reason = f"session {session.session_id!r} has a world: what it asks depends on a model's calls, and a dry run has no model"
-            raise ConfigError("file", file.path, reason)
+            raise ConfigError(
+                "file",
+                file.path,
+                f"session {session.session_id!r} has a world: its turns depend on a model's calls, "
+                "and a dry run has no model",
+            )
 
 
 def recorded_sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Sessions:
-    """What the options leave of a file, rendered as it is asked for. Raises ConfigError for subagents."""
+    """Yield the sessions that the options select; turns are rendered on demand. Raises ConfigError for subagents."""
     sessions = kept_sessions(file.sessions, options.sessions, options.max_turns)
     for session in sessions:
         if session.parent is not None:
@@ -145,9 +141,8 @@ def recorded_sessions(file: ReplayFile, renderer: TraceRenderer, options: Replay
 def _turns(
     file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions
 ) -> Iterator[RecordedTurn]:
-    turns = zip(
-        session.turns, renderer.turns(file, session), strict=False
-    )  # the renderer stops where nothing was recorded
+    # Not strict: the renderer stops at the first turn without a recorded answer.
+    turns = zip(session.turns, renderer.turns(file, session), strict=False)
     for turn, rendered in itertools.islice(turns, options.max_turns):
         yield RecordedTurn(
             prompt=rendered.prompt_ids,
@@ -217,7 +212,8 @@ def _table(summary: dict[str, Any]) -> str:
         ("template", summary["template"]),
         (
             "costs of",
-            f"{costs['name']}: {costs['row_bytes'] / 1e6:.1f} MB a checkpoint, {costs['kv_bytes_per_token']:,} B of KV a token",
+            f"{costs['name']}: {costs['row_bytes'] / 1e6:.1f} MB a checkpoint, "
+            f"{costs['kv_bytes_per_token']:,} B of KV a token",
         ),
         ("memory", memory),
         ("lanes", f"{summary['lanes']} sessions at the same time, {summary['max_running']} slots"),
@@ -226,7 +222,8 @@ def _table(summary: dict[str, Any]) -> str:
         ("computed a request", f"{summary['computed_tokens_per_request']:,.0f} prompt tokens"),
         (
             "checkpoints",
-            f"{cache['checkpoints_created']:,} created, {cache['checkpoints_superseded']:,} superseded, {cache['checkpoints_evicted']:,} evicted",
+            f"{cache['checkpoints_created']:,} created, {cache['checkpoints_superseded']:,} superseded, "
+            f"{cache['checkpoints_evicted']:,} evicted",
         ),
         (
             "live checkpoints",

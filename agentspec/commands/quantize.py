@@ -1,7 +1,7 @@
-"""`agentspec quantize SRC DST`: a checkpoint in full precision becomes one in the official 8-bit form.
+"""`agentspec quantize SRC DST`: convert a checkpoint in full precision to the official FP8 format.
 
-Owns what is written where. Which parameters are converted is `models/quantization.py`'s, how they are rounded
-`kernels.quantize_blocks`'s.
+Owns the layout of the files. `models/quantization.py` decides which parameters are converted,
+`kernels.quantize_blocks` how they are rounded.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, C
 
 CONFIG_FILE = "config.json"
 SHARD_BYTES = 2**32
-"""A file is closed when it holds that much; until then its tensors wait in memory."""
+"""Maximum size of a file. Its tensors stay in memory until it is written."""
 
 _PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
 
 
 def run(source: str, destination: str) -> int:
-    """Quantise the checkpoint that `source` names and say what it took. Raises CheckpointError, with nothing left at
-    `destination`."""
+    """Quantise the checkpoint that `source` names and print the sizes. Raises CheckpointError and then leaves nothing
+    at `destination`."""
     before, after = quantize(resolve_checkpoint(bundled.checkpoint_of(source)), Path(destination))
     print(f"{destination}: {after / 1e6:,.1f} MB of weights, {before / 1e6:,.1f} MB before ({after / before:.0%})")
     return 0
 
 
 def quantize(source: Path, destination: Path) -> tuple[int, int]:
-    """Write the checkpoint `source` in 8 bits to the new directory `destination`; returns the weights' bytes before and
+    """Write the checkpoint `source` in 8 bits to the new directory `destination`; return the weights' bytes before and
     after.
 
-    Experts are written one by one, as published 8-bit checkpoints have them; all that isn't converted, vision too,
-    keeps name and dtype; files beside the weights are copied. The directory appears when it is complete."""
+    Experts are written one by one, as in published 8-bit checkpoints. Other tensors, such as vision, keep name and
+    dtype. Files beside the weights are copied. `destination` appears only when it is complete."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists already; name a directory that doesn't")
     if not destination.parent.is_dir():
@@ -65,7 +65,7 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
             after = shards.finish()
         _write_config(source, partial, shards.kept)
         _copy_other_files(source, partial)
-        for path in partial.glob("*.safetensors"):  # which are written for their owner alone, unlike the other files
+        for path in partial.glob("*.safetensors"):  # safetensors writes them readable for their owner only
             shutil.copymode(partial / CONFIG_FILE, path)
         partial.rename(destination)
     except BaseException as error:
@@ -86,11 +86,11 @@ class _Shards:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._names: list[list[str]] = []
-        """Of each file that is written."""
+        """Tensor names of each file written so far."""
         self._total_bytes = 0
 
     def add_all(self, name: str, tensor: Tensor) -> int:
-        """Take what becomes of a stored tensor, and return the bytes that it had."""
+        """Convert a stored tensor if needed and add the result; return the stored tensor's bytes."""
         if not is_convertible(canonical_name(name)):
             self.kept.add(name)
             self._add(name, tensor)
@@ -121,7 +121,7 @@ class _Shards:
         return self._directory / f"{index}.safetensors"
 
     def finish(self) -> int:
-        """Write what waits, name the files as published checkpoints do, and return the bytes of all tensors."""
+        """Write the last file, rename the files as in published checkpoints, and return the bytes of all tensors."""
         self._write()
         if len(self._names) == 1:
             self._shard(0).rename(self._directory / SINGLE_FILE)
@@ -139,7 +139,7 @@ class _Shards:
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of a convertible tensor by the names that they get: of a stack of experts, each expert's
+    """Split a convertible tensor into matrices with their new names: a stack of experts into each expert's
     projections."""
     if tensor.dim() == 2:
         yield name, tensor
@@ -155,7 +155,7 @@ def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_config(source: Path, destination: Path, kept: set[str]) -> None:
-    """The source's config, with the modules that weren't converted by their paths in the checkpoint's own namespace."""
+    """Write the source's config, extended by the modules that weren't converted, by their names in the checkpoint."""
     modules = {_PARAMETER_SUFFIX.sub("", name) for name in kept if _PARAMETER_SUFFIX.search(name)}
     quantization = QUANTIZATION_FIELDS | {"modules_to_not_convert": sorted(modules)}
     _write_json(destination / CONFIG_FILE, read_object(source / CONFIG_FILE) | {"quantization_config": quantization})

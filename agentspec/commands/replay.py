@@ -1,4 +1,4 @@
-"""`agentspec replay FILE`: measures a server, by default an engine in this process. Imports no torch: the caller opens
+"""`agentspec replay FILE`: measure a server, by default an engine in this process. Imports no torch: the caller opens
 the engine."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FAILED_SESSIONS = 1
 
 
 def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContextManager[httpx.AsyncClient]]) -> int:
-    """Replay as asked and report; 1 when a session failed. `open_engine` loads an engine and is called only without
-    --base-url.
+    """Replay the file and print a report; return 1 when a session failed. `open_engine` loads an engine and is called
+    only without --base-url.
 
-    What can be wrong with the file and the options is found before a model is loaded."""
+    The file and the options are checked before a model is loaded."""
     options = ReplayOptions.from_args(args, seed=args.seed)
     options.check_outputs()
     file = salted(load(args.file), options)
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
 
 
 def make_renderer(options: ReplayOptions, model: str | None) -> TraceRenderer:
-    """What makes a file's tokens where no server does: by the tokenizer that the options name, else by that of the
-    engine's model."""
+    """A renderer of sessions as tokens, with the tokenizer that the options name, else with that of the engine's
+    model."""
     encoder = find_encoder(bundled.checkpoint_of(model if options.tokenizer is None else options.tokenizer))
     return TraceRenderer(encoder, options.template, token_runs=TokenRuns(options.seed, *options.token_ids))
 

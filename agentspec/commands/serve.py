@@ -1,9 +1,10 @@
-"""`agentspec serve`: HTTP in this process, the engine in one of its own, until a signal ends both. Imports no torch.
+"""`agentspec serve`: HTTP in this process, the engine in another one, until a signal ends both. Imports no torch.
 
-It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so
-do lines on stderr. The first signal drains: new requests are refused, running ones may end. What still runs after
-`--drain` seconds, or at a second signal, ends with its terminal event. The engine's process is closed on every way out;
-when it ends by itself, so does the server, for whoever starts it again, unless `--restart` asks for another engine.
+The server listens from the beginning. Until the engine is loaded, every answer is a 503 with the progress of the start,
+which lines on stderr show too. The first signal starts draining: new requests are refused, running ones may finish.
+After `--drain` seconds or at a second signal, the remaining requests end with their terminal event. The engine's
+process is closed on every exit. When it ends by itself, the server exits, so that a supervisor can restart it; with
+`--restart` the server starts another engine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
 
 CLOSE_SECONDS = 10
-"""How long the last events of ended answers may take to reach their clients."""
+"""Time limit for sending the last events of ended answers."""
 
 logger = logging.getLogger("agentspec")
 
@@ -51,8 +52,8 @@ Signals = asyncio.Queue[signal.Signals]
 
 
 class _SignalledServer(uvicorn.Server):
-    """uvicorn raises a caught signal again when it is done, which would cut the engine's close short. We handle signals
-    ourselves."""
+    """A uvicorn server without signal handlers: uvicorn raises a caught signal again at its end, before the engine is
+    closed."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,13 +67,12 @@ def run(
     text: EngineProcess,
     early: Sequence[signal.Signals] = (),
 ) -> signal.Signals | None:
-    """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the
-    loading of a model.
-    text: renders and tokenises (remote_text.text_process).
+    """Serve an engine in `process` until a signal; return the signal. Binds the port first, so that a port in use is
+    reported before a model is loaded.
 
-    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat
-    template that can't be used, ConfigError for keys that can't, and EngineClosedError when the engine ended without
-    being told to."""
+    text: the process that renders and tokenises (remote_text.text_process). early: receives signals until handlers are
+    installed here. Raises ConfigError or CheckpointError for an invalid chat template, ConfigError for invalid keys,
+    and EngineClosedError when the engine ended by itself."""
     return_large_blocks()
     _set_up_log(server.log_level)
     keys = Keys(server.api_keys, server.keys)
@@ -81,8 +81,8 @@ def run(
 
 
 def _set_up_log(level: LogLevel) -> None:
-    """Without a word Python shows warnings and errors, bare. Lines of requests need a handler with times, unless a
-    program around us has its own."""
+    """Set the log level. Python prints warnings without a handler; request lines need a handler with timestamps, unless
+    the embedding program has installed one."""
     if level == "warning":
         return
     logger.setLevel(level.upper())
@@ -149,8 +149,7 @@ async def _serve(
             most_waiting = max(0, listener.connections.limit - FOR_PROBES - engine.info.max_running)
             server = replace(server, max_queue=min(server.max_queue, most_waiting))
             door = Door(app, server, max_running=engine.info.max_running, keys=keys)
-            # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits
-            # for one.
+            # Exclude the loaded objects from garbage collection: a full collection would delay answers.
             gc.collect()
             gc.freeze()
             room.enter(door)
@@ -170,7 +169,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _closing(remote: RemoteText) -> AsyncIterator[None]:
-    """Requests that wait for their text end with the context, whatever it hangs on."""
+    """Close `remote` at the end of the context; requests that wait for their text end then."""
     try:
         yield
     finally:
@@ -179,7 +178,7 @@ async def _closing(remote: RemoteText) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Task[None]]:
-    """The task that serves HTTP within; ended afterwards, with what it still sends."""
+    """Serve HTTP in a task, which is yielded. On exit, stop listening and wait until the last answers are sent."""
     http = _SignalledServer(
         uvicorn.Config(
             app,
@@ -204,25 +203,25 @@ async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.
 
 
 async def _restart(config: EngineConfig, server: ServerConfig, room: WaitingRoom) -> RemoteEngine:
-    """Another engine like the first, while everybody waits. Its caches are empty; what the app keeps stays."""
+    """Start another engine while requests wait. Its caches are empty; the app's own state remains."""
     logger.warning("the engine is started again")
     progress = StartProgress()
-    with room.waiting(progress.describe, lambda: progress.seconds), _told(progress):
+    with room.waiting(progress.describe, lambda: progress.seconds), _progress_lines(progress):
         return await RemoteEngine.start(config, progress=progress, heartbeat_seconds=server.heartbeat_seconds)
 
 
 async def _load(
     config: EngineConfig, server: ServerConfig, process: EngineProcess, remote: RemoteText, progress: StartProgress
 ) -> tuple[RemoteEngine, TextPipeline | None]:
-    """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after
-    its download."""
+    """Load the engine and the text pipeline: in parallel where the checkpoint is a directory, else the pipeline after
+    the download. The pipeline is None for an engine without a model directory."""
     template = None if server.chat_template is None else Path(server.chat_template).expanduser()
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
     tasks: list[asyncio.Task[Any]] = []
-    with _told(progress):
+    with _progress_lines(progress):
         try:
             if template is not None:
-                await remote.check(template)  # what is wrong with the file is said before a model is loaded
+                await remote.check(template)  # reports a fault of the file before a model is loaded
             starting = asyncio.create_task(
                 RemoteEngine.start(config, process, progress=progress, heartbeat_seconds=server.heartbeat_seconds)
             )
@@ -232,7 +231,7 @@ async def _load(
                 tasks.append(reading)
                 await asyncio.wait((starting, reading), return_when=asyncio.FIRST_EXCEPTION)
                 if not starting.done():
-                    reading.result()  # nobody waits for an engine whose template can't be used
+                    reading.result()  # raises for an unusable template without waiting for the engine
             engine = await starting
             directory = engine.setup.model_dir
             try:
@@ -248,29 +247,29 @@ async def _load(
             if tasks:
                 await asyncio.wait(tasks)
             for task in tasks:
-                task.cancelled() or task.exception()  # the first word about the checkpoint is the one that is told
+                task.cancelled() or task.exception()  # retrieve it: only the first error is reported
 
 
 @contextmanager
-def _told(progress: StartProgress) -> Iterator[None]:
-    """Lines on stderr say what the start is at."""
+def _progress_lines(progress: StartProgress) -> Iterator[None]:
+    """Print the progress of the start on stderr."""
     lines = ProgressLines(progress, sys.stderr)
-    telling = asyncio.create_task(_tell(lines))
+    printing = asyncio.create_task(_print_lines(lines))
     try:
         yield
     finally:
-        telling.cancel()
+        printing.cancel()
         lines.clear()
 
 
-async def _tell(lines: ProgressLines) -> None:
+async def _print_lines(lines: ProgressLines) -> None:
     while True:
         lines.tick()
         await asyncio.sleep(TICK_SECONDS)
 
 
 async def _drain(door: Door, caught: Signals, seconds: float) -> None:
-    """Until nothing runs any more, or the time is over, or a second signal comes."""
+    """Wait until no request runs, the time is over, or a second signal comes."""
     ends = [asyncio.create_task(door.drain()), asyncio.create_task(caught.get())]
     await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in ends:
@@ -279,22 +278,19 @@ async def _drain(door: Door, caught: Signals, seconds: float) -> None:
 
 
 def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine, address: tuple[str, int]) -> str:
-    """What is served and what was chosen, for people to read."""
+    """The text that `serve` prints when it is ready: addresses and settings."""
     info, setup = engine.info, engine.setup
     host, port = address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     memory = setup.num_rows * setup.row_bytes + setup.num_pages * setup.page_bytes
     chosen = "chosen step by step" if config.draft_tokens == "auto" else "fixed"
-    forced = "" if info.forced_acceptance is None else ", ".join(f"{rate:g}" for rate in info.forced_acceptance)
     lines = [
         ("chat page", url + "/"),
         ("served as", ", ".join(server.model_names) or info.model_id),
         ("chat template", server.chat_template or "the checkpoint's own"),
         (
             "clients' text",
-            "TRUSTED: control tokens that it spells are control tokens"
-            if server.trust_client_text
-            else "holds no control tokens",
+            "TRUSTED: may contain control tokens" if server.trust_client_text else "can't contain control tokens",
         ),
         ("device", f"{setup.device}, {setup.dtype}"),
         ("memory", f"{memory / 2**30:.2f} GiB"),
@@ -308,7 +304,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ),
         (
             "host memory",
-            f"{setup.host_bytes / 2**30:.2f} GiB for prefixes that the device lets go" if setup.host_bytes else "none",
+            f"{setup.host_bytes / 2**30:.2f} GiB for prefixes that the device evicts" if setup.host_bytes else "none",
         ),
         ("context", f"{info.max_context:,} tokens, prompt and output together"),
         ("requests", f"{info.max_running:,} run at the same time, {server.max_queue:,} more may wait"),
@@ -318,14 +314,15 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("prefix cache", "on" if config.prefix_cache else "off"),
         ("overlap", "on" if config.overlap else "off"),
         ("body", f"{server.max_body_mib:g} MiB at most"),
-        ("API key", "needed" if server.api_keys or server.keys else "none: whoever reaches the address may ask"),
+        ("API key", "required" if server.api_keys or server.keys else "none: any client may send requests"),
     ]
     if server.root_path:
         lines.append(("root path", server.root_path))
-    if forced:
-        lines.append(("FORCED ACCEPTANCE", f"{forced}: benchmarks only, the text is meaningless"))
+    if info.forced_acceptance:
+        rates = ", ".join(f"{rate:g}" for rate in info.forced_acceptance)
+        lines.append(("FORCED ACCEPTANCE", f"{rates}: benchmarks only, the text is meaningless"))
     if config.allow_forced_output:
-        lines.append(("FORCED OUTPUT", "allowed: benchmarks only, requests may bring their own answer"))
+        lines.append(("FORCED OUTPUT", "allowed: benchmarks only, requests may prescribe their output"))
     width = max(len(name) for name, _ in lines)
     title = f"agentspec {version()} serves {info.model_id} at {url}/v1"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])

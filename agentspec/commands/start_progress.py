@@ -1,7 +1,6 @@
-"""How far a start is: what `serve` and `warm` print while they wait, and what a server that still loads answers about
-itself.
+"""Progress of a start, as `serve` and `warm` print it and as a loading server reports it.
 
-Knows stages by the names that a Progress is called with, and nothing of what is done in them.
+Knows stages only by the names that a Progress is called with.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from collections.abc import Callable
 from typing import TextIO
 
 FIRST_SECONDS = 1.0
-"""A start that is over by then prints nothing."""
+"""A start that takes less prints nothing."""
 LINE_SECONDS = 5.0
-"""Between two lines where no terminal shows them: a log keeps each one."""
+"""Minimum time between two lines in a log."""
 TICK_SECONDS = 0.25
-"""How often a terminal's line is brought up to date."""
+"""How often a terminal's line is updated."""
 
 _BEGIN_LINE = "\r\x1b[K"
 
 
 class StartProgress:
-    """A types.Progress that remembers. Thread-safe."""
+    """A types.Progress that stores the running stages. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,12 +29,12 @@ class StartProgress:
         self._turn = threading.Lock()
         self._has_begun = False
         self._stages: dict[str, tuple[int, int]] = {}
-        """Those that run, in the order of their beginnings: (done, total)."""
+        """Running stages in order of their start: (done, total)."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         with self._turn:
             self._has_begun = True
-            if stage not in self._stages:  # one without an end of its own ends with the next one's beginning
+            if stage not in self._stages:  # a stage of unknown length ends when the next one starts
                 self._stages = {name: counts for name, counts in self._stages.items() if counts[1]}
             if total and done >= total:
                 self._stages.pop(stage, None)
@@ -48,7 +47,7 @@ class StartProgress:
         return self._clock() - self._began
 
     def describe(self) -> str:
-        """The stages that run, in words; some run side by side."""
+        """The running stages as text; several may run in parallel."""
         with self._turn:
             parts = [
                 f"{name} ({done:,} of {total:,})" if total else name for name, (done, total) in self._stages.items()
@@ -57,7 +56,8 @@ class StartProgress:
 
 
 class ProgressLines:
-    """Prints what a start is at: one line that changes on a terminal, else a line now and then."""
+    """Prints the progress of a start: a line that is updated in place on a terminal, else a new line every
+    LINE_SECONDS."""
 
     def __init__(self, progress: StartProgress, stream: TextIO) -> None:
         self._progress, self._stream = progress, stream
@@ -65,7 +65,7 @@ class ProgressLines:
         self._last, self._last_seconds = "", FIRST_SECONDS - LINE_SECONDS
 
     def tick(self) -> None:
-        """Print what is new. To be called every TICK_SECONDS."""
+        """Print progress that is new. To be called every TICK_SECONDS."""
         text, seconds = self._progress.describe(), self._progress.seconds
         if self._on_terminal:
             if seconds >= FIRST_SECONDS:
@@ -75,7 +75,7 @@ class ProgressLines:
             self._write(f"agentspec: {text}, {seconds:.0f} s\n")
 
     def clear(self) -> None:
-        """Take the terminal's line away."""
+        """Erase the terminal's line."""
         if self._on_terminal:
             self._write(_BEGIN_LINE)
 

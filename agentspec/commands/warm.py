@@ -1,8 +1,8 @@
-"""`agentspec warm`: compile what `agentspec serve` with the same flags would compile at its start, without weights and
-without serving.
+"""`agentspec warm`: compile the kernels that `agentspec serve` with the same flags would compile at its start, without
+weights and without serving.
 
-For container images: what it compiles stays in the compiler's cache, so that the image's servers find it. With
-`--target` no GPU is needed.
+For container images: the compiled kernels stay in the compiler's cache for the image's servers. With `--target` no GPU
+is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 
 MULTIPROCESSORS = 132
-"""Of a GPU that is only named: a full H100's or H200's. Few kernels depend on it, and those that do are compiled again
-at their first launch."""
+"""Number of multiprocessors assumed for `--target`: that of a full H100 or H200. Few kernels depend on it, and on other
+GPUs these are compiled again at their first launch."""
 
 
 def run(config: EngineConfig, target: str | None) -> int:
-    """Compile, and say what was done. Returns the exit code.
+    """Compile and print a summary; return the exit code.
 
-    Raises ConfigError for a target that is none, AgentspecError when a kernel doesn't compile."""
+    Raises ConfigError for an invalid target, AgentspecError when a kernel doesn't compile."""
     machine = _machine(config, target)
     if machine is None:
         reason = (
@@ -44,7 +44,7 @@ def run(config: EngineConfig, target: str | None) -> int:
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model), weights=False)
     if not any(model_dir.glob("*.safetensors")):
         config = replace(config, random_weights=True)
-    rehearsal(config, model_dir)  # raises here what is wrong with the settings
+    rehearsal(config, model_dir)  # raises for invalid settings before the compiler's processes start
     began = time.perf_counter()
     progress = StartProgress()
     lines = ProgressLines(progress, sys.stderr)
@@ -60,28 +60,25 @@ def run(config: EngineConfig, target: str | None) -> int:
             if report is None
             else f"{len(report.failures)} of {report.num_kernels} kernels failed"
         )
-    found, seconds, name = (
-        report.num_kernels - report.num_compiled,
-        time.perf_counter() - began,
-        model_dir.resolve().name,
-    )
-    done = f"{report.num_kernels} kernels, {found} found and {report.num_compiled} compiled in {seconds:.1f} s"
+    found, seconds = report.num_kernels - report.num_compiled, time.perf_counter() - began
     capability = ".".join(map(str, machine.capability))
     print(
-        f"agentspec: {name} on GPUs of compute capability {capability}: {done}, in {kernels.compiler().cache_directory()}"
+        f"agentspec: {model_dir.resolve().name} on GPUs of compute capability {capability}: "
+        f"{report.num_kernels} kernels, {found} found and {report.num_compiled} compiled in {seconds:.1f} s, "
+        f"in {kernels.compiler().cache_directory()}"
     )
     return 0
 
 
 def _machine(config: EngineConfig, target: str | None) -> kernels.Machine | None:
-    """What is compiled for; None: nothing is."""
+    """The GPU to compile for; None: there is none."""
     if config.device == "cpu":
         if target is not None:
             raise ConfigError("target", target, "is a GPU, and --device says cpu")
         return None
     if target is not None:
         if not re.fullmatch(r"\d+\.\d", target):
-            raise ConfigError("target", target, "must be a compute capability, as 9.0 for an H100")
+            raise ConfigError("target", target, "must be a compute capability, such as 9.0 for an H100")
         major, minor = map(int, target.split("."))
         return kernels.Machine(capability=(major, minor), num_multiprocessors=MULTIPROCESSORS)
     if not torch.cuda.is_available():

@@ -236,7 +236,7 @@ class RemoteText:
         job = _Job(data, field, asyncio.get_running_loop().create_future())
         weight = max(len(data), _LEAST_BYTES)
         self._make_sure_of_room(flow, weight)
-        ticket = self._waiting.put(job, flow, weight)
+        ticket = self._waiting.enqueue(job, flow, weight)
         self._arrived.set()
         try:
             answer: ToServer = await job.answer
@@ -259,7 +259,7 @@ class RemoteText:
                 )
 
     def _take(self) -> _Job | None:
-        ticket = self._waiting.take()
+        ticket = self._waiting.dequeue()
         return None if ticket is None else ticket.item
 
     async def _work(self) -> None:

@@ -224,7 +224,7 @@ class EngineThread:
             return known
         answer: asyncio.Future[Constraint | None] = self._asyncio.create_future()
         self._compiling[submit.request_id] = answer
-        self._uncompiled.put((grammar, answer), flow_of(submit))
+        self._uncompiled.enqueue((grammar, answer), flow_of(submit))
         if len(self._uncompiled) > MAX_COMPILES:
             pushed_out = self._uncompiled.last_of_the_longest()
             self._uncompiled.remove(pushed_out)
@@ -243,7 +243,7 @@ class EngineThread:
         while (
             self._num_compiling < COMPILE_THREADS
             and not self._stopping
-            and (ticket := self._uncompiled.take()) is not None
+            and (ticket := self._uncompiled.dequeue()) is not None
         ):
             grammar, answer = ticket.item
             if answer.done():

@@ -31,7 +31,10 @@ _LONG = 48
 _KEPT = frozenset(("$schema", "arguments", "id", "input", "name", "namespace", "type", "user_id"))
 """Keys whose values stay: the calls are scripted by us."""
 
-_TEXT = "the agent reads a file then runs one of its tools and tells what it found in a few plain words for the user who asked"
+_TEXT = (
+    "the agent reads a file then runs one of its tools and tells what it found in a few plain words for the "
+    "user who asked"
+)
 
 
 def reworded(value: Any, key: str = "") -> Any:

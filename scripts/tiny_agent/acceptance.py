@@ -1,5 +1,5 @@
-"""How many drafts of the MTP head stand, by their position and by how many are drafted: the arithmetic of the engine's
-counters, and its tables."""
+"""Acceptance of the MTP head's drafts by position and by number of drafts, from the engine's counters; and its
+tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from agentspec.replay.measure import Summary
 
 MAX_DRAFTS = 5
 
-EXPLANATION = """A decode step verifies k drafts and emits those that stand, then one token of the target itself: 1 + the sum of a row on average.
-A cell is the share of all decode steps in which the drafts at positions 1 to i stood; a draft behind a rejected one counts as not accepted. The end
-of an answer counts against the drafts: its last step verifies k drafts like every other, and those for the stop token and behind it count as not
+EXPLANATION = """A decode step verifies k drafts and emits those that stand, then one token of the target itself: 1 + \
+the sum of a row on average.
+A cell is the share of all decode steps in which the drafts at positions 1 to i stood; a draft behind a rejected one \
+counts as not accepted. The end
+of an answer counts against the drafts: its last step verifies k drafts like every other, and those for the stop \
+token and behind it count as not
 accepted."""
 
 
@@ -23,13 +26,13 @@ class Acceptance:
 
     sampling: str
     num_drafts: int
-    """k."""
+    """The number k of drafts per step."""
     num_steps: int
-    """Decode steps, summed over the requests that took part in them."""
+    """Decode steps, summed over requests."""
     drafted: list[int]
-    """By position: steps that offered a draft there."""
+    """By position: steps with a draft there."""
     accepted: list[int]
-    """By position: steps in which that draft and all before it stood."""
+    """By position: steps that accepted that draft and all before it."""
     num_answers: int
 
     @property
@@ -42,7 +45,7 @@ class Acceptance:
 
     @property
     def shares_given_before(self) -> list[float | None]:
-        """By position: accepted / steps in which all drafts before it stood."""
+        """By position: accepted / steps that accepted all drafts before it."""
         before = [self.num_steps, *self.accepted]
         return [accepted / stood if stood else None for stood, accepted in zip(before, self.accepted, strict=False)]
 

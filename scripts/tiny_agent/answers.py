@@ -1,6 +1,6 @@
-"""The assistant's words: answers and thoughts that follow from the context alone, one form for each kind of turn.
+"""The assistant's texts: answers and thoughts that follow from the context, one form for each kind of turn.
 
-Training targets: never a random choice here. Knows nothing of users' wordings or of how results come about.
+These are training targets, so nothing here is random. Independent of users' wordings and of the simulated tools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scripts.tiny_agent.domain import Column, Domain, Operation
 from scripts.tiny_agent.phrases import listed
 
 Said = tuple[str, list[str]]
-"""An answer, and what it must say to be right."""
+"""An answer, and the texts that a correct answer must contain."""
 
 
 def shown(value: Any) -> str:
@@ -26,8 +26,7 @@ def shown(value: Any) -> str:
 
 
 def essential(value: Any, before: str) -> list[str]:
-    """What an answer must say of a value; one so short that it could stand anywhere, together with the word before
-    it."""
+    """The text that an answer must contain for a value; very short values together with the word before them."""
     if isinstance(value, list) and value:
         return [str(item) for item in value]
     text = shown(value)
@@ -93,7 +92,7 @@ def deleted(domain: Domain, key: Any) -> Said:
 
 
 def failed(domain: Domain, key: Any, error: str, busy: str | None) -> Said:
-    """A call that came to nothing; `busy`: the error of a service that may recover, which has been tried twice."""
+    """The answer to a failed call; `busy`: a temporary error, after a second try."""
     if error == busy:
         return f"I tried twice, but it didn't work: {error.rstrip('.')}.", ["twice"]
     if error.startswith("not found"):

@@ -1,6 +1,6 @@
-"""The model's shape: the config as published, and weights to begin training from.
+"""The model's shape: the config in published form, and initial weights.
 
-Knows nothing of tokenizers beyond the number of tokens and the ids that end a text.
+Depends only on the tokenizer's number of tokens and its end ids.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def text_config(num_tokens: int, *, num_layers: int = 12, hidden: int = 256, int
 
 
 def config_json(text: dict[str, Any], *, end_of_text_id: int) -> dict[str, Any]:
-    """config.json of a text-only checkpoint: there is no vision tower, so no wrapper that promises one."""
+    """config.json of a text-only checkpoint, without the wrapper that includes a vision tower."""
     return {"architectures": ["Qwen3_5ForCausalLM"], **text, "eos_token_id": end_of_text_id}
 
 
@@ -84,10 +84,10 @@ def parsed(text: dict[str, Any]) -> TextConfig:
 
 
 def initial_weights(config: TextConfig, seed: int) -> dict[str, Tensor]:
-    """float32 on the CPU under the engine's canonical names.
+    """Initial weights in float32 on the CPU under the engine's canonical names.
 
-    Projections back into the residual stream start small, by the square root of how many there are; embeddings start
-    small because they are the output head too."""
+    Projections into the residual stream are scaled down by the square root of their number; embeddings are small
+    because they are also the output head."""
     parameters = random_parameters(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed)
     weights = {name: parameter.tensor for name, parameter in parameters.items()}
     for name, weight in weights.items():

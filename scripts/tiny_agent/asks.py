@@ -1,7 +1,6 @@
-"""One thing that a user asks for and one call answers: its wording, its call and the answer that follows from the
-result.
+"""Asks: a user's request that one call answers, with its wording, its call and the answer to its result.
 
-Tasks put asks together to turns. Written once for all domains: what differs between them is data.
+Tasks combine asks into turns. The code is the same for all domains, which differ only in data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ AskKind = Literal["facts", "hits", "count", "facts_of_hits", "create", "update",
 
 @dataclass(kw_only=True, slots=True)
 class Ask:
-    """A request, its call, and what its answer is about."""
+    """A request, its call, and the subject of its answer."""
 
     kind: AskKind
     domain: Domain
@@ -31,9 +30,9 @@ class Ask:
     question: str | None
     """The same as a question, where that is natural."""
     wish: str
-    """What the user wants, for a thought."""
+    """The user's wish, as text for a thought."""
     key: Any = None
-    """What names the record; None for lists and new records."""
+    """The text that names the record; None for lists and new records."""
     columns: list[str] = field(default_factory=list)
     """Columns that are asked for or changed."""
 
@@ -392,7 +391,8 @@ def end(play: Play, domain: Domain, operation: Operation, record: Record, *, ref
         domain=domain,
         operation=operation,
         arguments={name: g.value for name, g in zip(chosen, told, strict=True)} | {naming(operation)[0]: value},  # type: ignore[index]
-        order=f"{word(play, operation, *words)} {ref or named}{phrases.parts(play.rng, told, kinds(domain, operation))}",
+        order=f"{word(play, operation, *words)} "
+        f"{ref or named}{phrases.parts(play.rng, told, kinds(domain, operation))}",
         question=None,
         wish=f"to {operation.word} {domain.noun} {value}",
         key=value,
@@ -401,7 +401,7 @@ def end(play: Play, domain: Domain, operation: Operation, record: Record, *, ref
 
 
 def known(play: Play, ask: Ask) -> Record | None:
-    """The record as earlier results have shown it, when that answers the question."""
+    """The record from earlier results, if it answers the question."""
     if ask.kind != "facts":
         return None
     found = naming(ask.operation)
@@ -462,7 +462,7 @@ def think(ask: Ask, result: Any) -> str:
 
 
 def join(said: list[answers.Said]) -> answers.Said:
-    """Several answers as one; the same sentence stands there once."""
+    """Join several answers; repeated sentences appear once."""
     return " ".join(dict.fromkeys(text for text, _ in said)), [word for _, says in said for word in says]
 
 
@@ -492,7 +492,7 @@ def perform(play: Play, asks: list[Ask], text: str, *, thought: str | None = Non
 
 
 def remember(play: Play, asks: list[Ask], results: list[Any]) -> None:
-    """What the next turn can refer to as `it`."""
+    """The record that the next turn can refer to as `it`."""
     play.gave_up = any(busy(ask.operation, result) for ask, result in zip(asks, results, strict=True))
     play.last = asks[0] if len(asks) == 1 else None
     if len(asks) != 1 or error_of(results[0]) is not None or isinstance(asks[0].operation.action, (Delete, Calculate)):

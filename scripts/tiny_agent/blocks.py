@@ -1,4 +1,4 @@
-"""What a decoder layer computes before and after its mixer: functions of whole tensors and a dict of weights, which
+"""The parts of a decoder layer before and after its mixer: functions of whole tensors and a dict of weights, which
 torch.compile may fuse.
 
 Activations have the compute dtype (bfloat16 in training); norms, gates and rotations are float32 inside. Names as in
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred: the gain is 1 + weight."""
+    """RMSNorm with zero-centred weights: the gain is 1 + weight."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * (1.0 + weight)).to(x.dtype)
 

@@ -13,7 +13,8 @@ INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "greeting": (
         "Hello! How can I help you?",
         (
-            "(hi|hello|hey|hi there|hello there|good morning|good evening|good afternoon|howdy|greetings)[!|.|, you|, assistant|, my friend]",
+            "(hi|hello|hey|hi there|hello there|good morning|good evening|good afternoon|howdy|greetings)[!|.|, "
+            "you|, assistant|, my friend]",
             "(hi|hello|hey)[ there], (is anybody there|are you there|anyone home)?",
             "(hi|hello|hey), (I'm back|me again|it's me)[!|.]",
         ),
@@ -21,8 +22,10 @@ INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "thanks": (
         "You're welcome!",
         (
-            "(thanks|thank you|thx|many thanks|thanks a lot|thank you so much|cheers|great, thanks|perfect, thank you|ok thanks)[!|.]",
-            "(thanks|thank you), (that's all|that was quick|that helps a lot|you're a great help|this is all I needed)[!|.]",
+            "(thanks|thank you|thx|many thanks|thanks a lot|thank you so much|cheers|great, thanks|perfect, thank "
+            "you|ok thanks)[!|.]",
+            "(thanks|thank you), (that's all|that was quick|that helps a lot|you're a great help|this is all I "
+            "needed)[!|.]",
             "(that's very kind of you|much appreciated|I appreciate it|very helpful, thanks|wonderful, thank you)[!|.]",
         ),
     ),
@@ -30,14 +33,16 @@ INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Goodbye! Have a nice day.",
         (
             "(bye|goodbye|see you|see you later|bye bye|good night|so long|take care)[!|.]",
-            "(I have to go|that's it for today|I'm off|I'm done for today|we're done)[, bye|. Bye!|, see you|. Goodbye!]",
+            "(I have to go|that's it for today|I'm off|I'm done for today|we're done)[, bye|. Bye!|, see you|. "
+            "Goodbye!]",
             "(have a nice day|until tomorrow|talk to you later)[!|.]",
         ),
     ),
     "how_are_you": (
         "I'm fine, thank you. What can I do for you?",
         (
-            "[hi, |hello, |hey, ](how are you|how are you doing|how is it going|how are things|are you well|how do you do|how's your day)[ today]?",
+            "[hi, |hello, |hey, ](how are you|how are you doing|how is it going|how are things|are you well|how do "
+            "you do|how's your day)[ today]?",
             "(what's up|you ok|all good with you)?",
         ),
     ),
@@ -52,7 +57,8 @@ INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "I'm sorry about that. Please tell me what you need.",
         (
             "(you are|you're|that was|this is) (useless|really bad|terrible|not helpful|slow|awful|annoying)[!|.]",
-            "(I don't like this|you don't understand me|this is no help|what a waste of time|I'm not happy with you|bad bot)[!|.]",
+            "(I don't like this|you don't understand me|this is no help|what a waste of time|I'm not happy with "
+            "you|bad bot)[!|.]",
         ),
     ),
     "human": (

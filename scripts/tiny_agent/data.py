@@ -1,9 +1,9 @@
-"""Training batches without end: sessions made, rendered and packed by worker processes, the same for any number of
-them.
+"""An endless stream of training batches: worker processes generate, render and pack sessions. The batches don't depend
+on the number of workers.
 
     python -m scripts.tiny_agent.data --stats [--sessions 1000]
 
-Owns the order of the sessions, how many turns of each are shown, and packing. Knows nothing of the model.
+Owns the order of the sessions, their number of turns, and packing. Independent of the model.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from scripts.tiny_agent.tokenizer import DEFAULT_DIRECTORY, END_OF_TEXT, id_of
 MAX_LENGTH = 12288
 SESSIONS_PER_CHUNK = 64
 _CHUNKS_AHEAD = 4
-"""Per worker: enough that a batch is ready when it is asked for, few enough to bound memory."""
+"""Prefetched chunks per worker: enough to keep a batch ready, few enough to bound memory."""
 _SHOW_ALL_TURNS = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Whole sessions one after the other, then padding as a sequence of its own."""
+    """Whole sessions in sequence, then padding as a separate sequence."""
 
     ids: npt.NDArray[np.uint16]
     """[tokens_per_batch]"""
@@ -49,9 +49,9 @@ class Batch:
     cu_seqlens: npt.NDArray[np.int32]
     """[sequences + 1]: where each sequence begins, then tokens_per_batch."""
     next_example: int
-    """The first session that is in none of the batches so far: `start_example` of a stream that goes on from here."""
+    """The first session after this batch: `start_example` of a stream that resumes here."""
     num_cut: int
-    """Sessions of this batch that were longer than max_length and lost their end."""
+    """Number of sessions of this batch that were cut to max_length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ _cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 
 def print_stats(seed: int, num_sessions: int, directory: Path) -> None:
-    """How long sessions are, what their tokens are for, and how fast one core makes them."""
+    """Print the lengths of sessions, the kinds of their tokens, and the speed of one core."""
     _start_worker()
     tokenizer = load_tokenizer(directory)
     started = time.process_time()
@@ -217,11 +217,13 @@ def print_stats(seed: int, num_sessions: int, directory: Path) -> None:
     }
     print("share: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
     print(
-        f"longer than {MAX_LENGTH}: {np.mean(lengths > MAX_LENGTH):.2%}; thinking: {np.mean([example.thinking for example in examples]):.1%}"
+        f"longer than {MAX_LENGTH}: {np.mean(lengths > MAX_LENGTH):.2%}; thinking: "
+        f"{np.mean([example.thinking for example in examples]):.1%}"
     )
     print(f"vocabulary: {used} of {tokenizer.get_vocab_size(with_added_tokens=True)} tokens used")
     print(
-        f"one core: {len(mask) / (rendered - started):.0f} tokens/s; making {made - started:.2f} s, rendering {rendered - made:.2f} s"
+        f"one core: {len(mask) / (rendered - started):.0f} tokens/s; making {made - started:.2f} s, rendering "
+        f"{rendered - made:.2f} s"
     )
 
 

@@ -1,7 +1,7 @@
-"""What a session is about, as data: a domain is one kind of record (orders, tickets) with the tools that work on it.
+"""The subject of a session, as data: a domain is one kind of record (orders, tickets) with its tools.
 
-Hand-written domains (catalog) and domains made up by seed (invented) have the same shape, so every task is written
-once. Knows nothing of phrases, tokens or training.
+Hand-written domains (catalog) and generated domains (invented) have the same structure, so every task works with both.
+Independent of phrases, tokens and training.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 from agentspec.replay.world import Record, Table, ToolAction
 
 Split = Literal["train", "held_out"]
-"""Which values and words may be used: held-out ones never occur in training."""
+"""The split of values and words: held-out ones never occur in training."""
 
 Verb = Literal["get", "find", "create", "update", "close", "delete", "read", "replace", "calculate"]
-"""What a tool does, whatever it is called. `close` sets a state for good (cancel, finish, archive); `read` is `get` of
-one long text."""
+"""The function of a tool, independent of its name. `close` sets a final state (cancel, finish, archive); `read` is
+`get` of one long text."""
 
 Kind = Literal[
     "code",  # a key such as T-4071
@@ -45,9 +45,9 @@ class Column:
     """One field of a record, or one parameter of a tool."""
 
     name: str
-    """As it stands in JSON: due_date, dueDate."""
+    """Its name in JSON: due_date, dueDate."""
     label: str
-    """As people say it: due date."""
+    """Its name in users' texts: due date."""
     kind: Kind
     description: str = ""
     choices: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ class Operation:
 
     verb: Verb
     word: str
-    """The verb as people say it for this tool: cancel, look up, book."""
+    """The verb for this tool in users' texts: cancel, look up, book."""
     tool: dict[str, Any]
-    """OpenAI function tool, as the model sees it."""
+    """The OpenAI function tool that the model sees."""
     action: ToolAction
     params: dict[str, Column]
     """Parameter name -> the column that it stands for (its name is the column's in the table, its label how people say
@@ -81,7 +81,7 @@ class Domain:
     """One kind of record, its tools, and the records of one session."""
 
     noun: str
-    """Singular, as people say it: order, support ticket."""
+    """Singular, as in users' texts: order, support ticket."""
     plural: str
     table: str
     key: Column

@@ -1,8 +1,9 @@
-"""Measures a model on sessions that its training never saw: tool calls, goals reached, and how many drafts stand.
+"""Measures a model on sessions that aren't in its training data: tool calls, goals reached, and accepted drafts.
 
     python -m scripts.tiny_agent.evaluate                         the figures of the model card, for the bundled model
     python -m scripts.tiny_agent.evaluate --model DIR --errors 5  five turns that missed, next to the gold answers
-    python -m scripts.tiny_agent.evaluate --what quality --check  exit status 1 below 95 % valid calls or 80 % sessions at goal
+    python -m scripts.tiny_agent.evaluate --what quality --check  exit status 1 below 95 % valid calls or 80 % sessions
+    at goal
 
 Sessions are played live, in process, several at a time.
 """
@@ -29,7 +30,7 @@ from scripts.tiny_agent.quality import Quality
 
 SEED = 1_000_000
 CONCURRENCY = 16
-"""Sessions at a time. Two cores do as much per second with 32, and a third less with 8."""
+"""Concurrent sessions. On two cores, 32 sessions give the same throughput, and 8 give a third less."""
 PARTS = ("quality", "acceptance")
 FAILED = 1
 
@@ -106,7 +107,7 @@ def measure_acceptance(
 
 
 def card(arguments: argparse.Namespace, judged: Quality | None, rows: list[Acceptance] | None) -> str:
-    """The figures as the model card shows them, in Markdown."""
+    """The figures of the model card, in Markdown."""
     device = _device(arguments)
     lines = ["## Evaluation", "", f"`python -m scripts.tiny_agent.evaluate`, seed {arguments.seed}, on {device}."]
     if judged is not None:
@@ -115,7 +116,8 @@ def card(arguments: argparse.Namespace, judged: Quality | None, rows: list[Accep
     if rows is not None:
         lines += ["", "### Drafts accepted, by position", "", acceptance.markdown(rows), "", acceptance.EXPLANATION]
         lines += [
-            f"Measured on {arguments.acceptance_sessions} sessions of the same mix; a measurement of this model, larger models differ."
+            f"Measured on {arguments.acceptance_sessions} sessions of the same mix; a measurement of this model, "
+            f"larger models differ."
         ]
     return "\n".join(lines)
 
@@ -133,7 +135,7 @@ def _to_json(arguments: argparse.Namespace, judged: Quality | None, rows: list[A
 
 
 def _device(arguments: argparse.Namespace) -> str:
-    """Where `--device` runs the model, and in what precision (the engine's `auto`)."""
+    """The device and the precision of the model for `--device` (the engine's `auto`)."""
     return "GPU in bfloat16" if arguments.device != "cpu" and torch.cuda.is_available() else "CPU in float32"
 
 

@@ -18,7 +18,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def export(state: Path, tokenizer: Path, out: Path) -> None:
-    """Replaces what a checkpoint holds in `out`; other files there stay."""
+    """Write the checkpoint's files to `out`; other files there are kept."""
     weights, _, progress = load_state(state)
     loaded = load_tokenizer(tokenizer)
     end_of_text, end_of_turn = id_of(loaded, END_OF_TEXT), id_of(loaded, END_OF_TURN)

@@ -1,7 +1,6 @@
-"""Held-out sessions, and playing them live against a server: what came of each, with every message that went back and
-forth.
+"""Plays held-out sessions live against a server and records the outcomes with all messages.
 
-Knows nothing of tables or of what counts as good.
+Independent of the criteria and of the tables.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Sampling:
 
     name: str
     fields: dict[str, float] = field(default_factory=dict)
-    """OpenAI request fields of every request, without the seed."""
+    """Fields of every OpenAI request, without the seed."""
     seed: int | None = None
-    """Of the first session; each session after it has the next one. None: nothing is drawn."""
+    """Seed of the first session; later sessions have the following seeds. None: greedy."""
 
 
 GREEDY = Sampling(name="greedy", fields={"temperature": 0.0})
@@ -44,7 +43,7 @@ _UNSEEN_EVERY = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """One session to be played."""
+    """A session to play."""
 
     example: Example
     tasks: tuple[str, ...] = ()
@@ -62,7 +61,7 @@ class Played:
     held_out: HeldOut
     outcome: SessionOutcome
     messages: list[Message]
-    """Of the session's last request: everything but what the model answered to it."""
+    """Messages of the session's last request, without its answer."""
 
     @property
     def example(self) -> Example:

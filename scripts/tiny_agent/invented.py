@@ -1,5 +1,5 @@
-"""Domains made up by seed: a noun, its columns and tools, named and described in ever different ways, so that schemas
-have to be read."""
+"""Generated domains: a noun, its columns and tools, with varying names and descriptions, so that the model must read
+the schemas."""
 
 from __future__ import annotations
 
@@ -20,34 +20,44 @@ _DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
     ),
     "read": ("{Word} the {text} of one {noun}.", "{Word} one {noun} with its whole {text}."),
     "find": (
-        "{Word} {plural}.", "{Word} {plural}; all filters are optional.", "{Word} the {plural} that match all given filters.",
+        "{Word} {plural}.", "{Word} {plural}; all filters are optional.", "{Word} the {plural} that match all given "
+        "filters.",
         "{Word} {plural}, all of them when no filter is given.", "{Word} {plural} and return a short list.",
     ),
-    "create": ("{Word} one new {noun}.", "{Word} another {noun}.", "{Word} a further {noun} and return it.", "{Word} one more {noun} in the system."),
+    "create": ("{Word} one new {noun}.", "{Word} another {noun}.", "{Word} a further {noun} and return "
+    "it.", "{Word} one more {noun} in the system."),
     "update": (
-        "{Word} one {noun}.", "{Word} details of one {noun}. Only what is given changes.", "{Word} columns of the {noun} with this {key}.",
+        "{Word} one {noun}.", "{Word} details of one {noun}. Only what is given "
+        "changes.", "{Word} columns of the {noun} with this {key}.",
         "{Word} one {noun}: give the new values.",
     ),
     "close": (
-        "{Word} one {noun}.", "{Word} one {noun} for good.", "{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}.",
+        "{Word} one {noun}.", "{Word} one {noun} for good.", "{Word} one {noun}; its {state} becomes "
+        "{closed}.", "{Word} the {noun} with this {key}.",
     ),
-    "delete": ("{Word} one {noun}.", "{Word} one {noun} for good.", "{Word} the {noun} with this {key}.", "{Word} one {noun}; this can't be undone."),
+    "delete": ("{Word} one {noun}.", "{Word} one {noun} for good.", "{Word} the {noun} with this {key}.",
+               "{Word} one {noun}; this can't be undone."),
     "replace": (
         "{Word} the {text} of one {noun}: one passage takes the place of another.",
         "{Word} a passage in the {text} of one {noun}; it must occur exactly once.",
     ),
 }  # fmt: skip
 _OWN_DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
-    "get": ("{Word} one {noun}: returns all its details.", "{Word} a single {noun} to see everything about it.", "{Word} one {noun}."),
-    "find": ("{Word} {plural}: returns those that match.", "{Word} {plural} to get a list of them.", "{Word} {plural}."),
+    "get": ("{Word} one {noun}: returns all its details.", "{Word} a single {noun} to see everything about "
+    "it.", "{Word} one {noun}."),
+    "find": ("{Word} {plural}: returns those that "
+    "match.", "{Word} {plural} to get a list of them.", "{Word} {plural}."),
     "create": ("{Word} a new {noun}: adds it to the others.", "{Word} one more {noun}.", "{Word} another {noun}."),
-    "update": ("{Word} one {noun}: changes what is given.", "{Word} details of the {noun} with this {key}. Only what is given changes."),
+    "update": ("{Word} one {noun}: changes what is given.", "{Word} details of the {noun} with this {key}. Only "
+    "what is given changes."),
     "close": (
-        "{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}: sets its {state} to {closed}.", "{Word} one {noun}.",
+        "{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}: sets its {state} to "
+        "{closed}.", "{Word} one {noun}.",
     ),
-    "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes it.", "{Word} one {noun} for good."),
+    "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes "
+    "it.", "{Word} one {noun} for good."),
 }  # fmt: skip
-"""For verbs that say nothing by themselves."""
+"""Descriptions for verbs without a specific meaning."""
 _COLUMN_TEXTS = (
     "{Label}",
     "{Label}",
@@ -66,8 +76,7 @@ _LOCK_TEXTS = (
 )
 _OWN_VERB_RATE = 0.3
 _ODD_NAME_RATE: dict[Split, float] = {"train": 0.35, "held_out": 0.05}
-"""Names that say nothing of what the tool does: far more of them in training than in life, so that descriptions are
-read."""
+"""Uninformative tool names, more frequent in training than in practice, so that the model reads descriptions."""
 _OTHER_NAME_RATE = 0.2
 _OTHER_OBJECT_RATE = 0.12
 """Names whose object isn't the noun: lend_book makes a library loan."""
@@ -89,9 +98,9 @@ class _Style:
     param_camel: bool
     noun_first: bool
     short: bool
-    """Only the last word of the noun stands in names of tools."""
+    """Whether tool names contain only the last word of the noun."""
     all_plural: bool
-    """All names of tools hold the plural."""
+    """Whether all tool names contain the plural."""
     find_form: str
     """A filter's name, of the column's label."""
     update_form: str
@@ -122,8 +131,8 @@ class _Style:
 
 
 def domain(rng: random.Random, split: Split) -> Domain:
-    """A domain that nobody wrote down. The held-out ones have nouns and columns whose words never occur in training,
-    and are marked as unseen."""
+    """Generate a domain. Held-out domains have nouns and columns whose words never occur in training, and are marked as
+    unseen."""
     return _Maker(rng, split).domain()
 
 

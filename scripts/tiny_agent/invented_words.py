@@ -1,4 +1,4 @@
-"""What made-up domains are put together from: nouns, columns, states and the verbs of tools, by split."""
+"""The parts of generated domains: nouns, columns, states and the verbs of tools, by split."""
 
 from __future__ import annotations
 
@@ -58,13 +58,17 @@ VERBS: dict[Verb, tuple[str, ...]] = {
 """How a tool of each kind may be called; the states below have the words for `close`."""
 
 ODD_VERBS = Pool.of(pools.read_list("odd_verbs"))
-"""Verbs that a tool may be named with whatever it does; its description then says what that is."""
+"""Verbs that fit any tool; the tool's description then gives its function."""
 
 CLOSING = {
-    "cancel": "cancelled", "close": "closed", "finish": "finished", "archive": "archived", "complete": "completed", "approve": "approved",
-    "release": "released", "reject": "rejected", "retire": "retired", "settle": "settled", "suspend": "suspended", "confirm": "confirmed",
-    "publish": "published", "resolve": "resolved", "seal": "sealed", "stop": "stopped", "decline": "declined", "dispatch": "dispatched",
-    "withdraw": "withdrawn", "certify": "certified", "terminate": "terminated", "freeze": "frozen", "void": "void", "ship": "shipped",
+    "cancel": "cancelled", "close": "closed", "finish": "finished", "archive": "archived", "complete": "completed",
+    "approve": "approved",
+    "release": "released", "reject": "rejected", "retire": "retired", "settle": "settled", "suspend": "suspended",
+    "confirm": "confirmed",
+    "publish": "published", "resolve": "resolved", "seal": "sealed", "stop": "stopped", "decline": "declined",
+    "dispatch": "dispatched",
+    "withdraw": "withdrawn", "certify": "certified", "terminate": "terminated", "freeze": "frozen", "void": "void",
+    "ship": "shipped",
 }  # fmt: skip
 """Verb -> the state that it leaves for good."""
 STARTING = (
@@ -117,7 +121,8 @@ _LIMITS: dict[Split, tuple[str, ...]] = {
 _LIMIT_FORMS = ("max {}", "{} limit", "top {}", "num {}", "first {}", "{} cap")
 _KEY_WORDS = ("id", "id", "number", "code", "reference", "key", "no", "tag", "handle", "ident", "symbol", "mark")
 _OLD_NEW = (
-    ("old", "new"), ("search", "replace with"), ("before", "after"), ("remove", "insert"), ("from", "to"), ("current", "replacement"),
+    ("old", "new"), ("search", "replace with"), ("before", "after"), ("remove", "insert"), ("from", "to"),
+    ("current", "replacement"),
     ("wrong", "right"), ("existing", "wanted"), ("find", "put"), ("source", "target"),
 )  # fmt: skip
 SHEETS = (
@@ -141,11 +146,14 @@ FIND_FORMS = (
     "{label} is", "{label} filter", "{label} wanted", "{noun} {label}", "{label} of {noun}",
 )  # fmt: skip
 UPDATE_FORMS = (
-    *("{label}",) * 3, "new {label}", "new {label}", "set {label}", "to {label}", "updated {label}", "next {label}", "change {label}",
-    "{label} now", "{label} after", "{label} of next {noun}", "{label} to set", "{label} from now on", "other {label}", "{label} changed",
+    *("{label}",) * 3, "new {label}", "new {label}", "set {label}", "to {label}", "updated {label}", "next {label}",
+    "change {label}",
+    "{label} now", "{label} after", "{label} of next {noun}", "{label} to set", "{label} from now on",
+    "other {label}", "{label} changed",
 )  # fmt: skip
 _AROUND = (
-    "{last} of {noun}", "{last} of {noun}", "{noun} {last}", "{first} until", "{first} at", "{first} by", "{last} on", "{first} from", "{first} as",
+    "{last} of {noun}", "{last} of {noun}", "{noun} {last}", "{first} until", "{first} at", "{first} by", "{last} on",
+    "{first} from", "{first} as",
     "is {first}", "{first} through", "{last} in use", "the {last}", "{first} since", "{last} for {noun}", "{first} set",
 )  # fmt: skip
 _LINKS = ("of", "by", "until", "at", "for", "with", "from", "to", "and", "per")
@@ -235,7 +243,7 @@ def turned(rng: random.Random, label: str, noun: str) -> str:
 
 
 def other_name(rng: random.Random, split: Split) -> str:
-    """A name that says nothing of what it stands for."""
+    """An uninformative name."""
     while (name := " ".join(_other_parts(rng, split))) in _RESERVED:
         pass
     return name
@@ -253,12 +261,12 @@ def _other_parts(rng: random.Random, split: Split) -> list[str]:
 
 
 def limit(rng: random.Random, split: Split, plural: str) -> str:
-    """What the greatest number of results is called."""
+    """The name of the parameter for the maximum number of results."""
     return rng.choice(_LIMITS[split]) if rng.random() < 0.6 else rng.choice(_LIMIT_FORMS).format(plural.split()[-1])
 
 
 def old_and_new(rng: random.Random, split: Split) -> tuple[str, str]:
-    """What the text to replace and the text in its place are called."""
+    """The names of the parameters for the old and the new text."""
     if split == "held_out" and rng.random() < 0.5:
         return "passage", "passage instead"
     old, new = rng.choice(_OLD_NEW)
@@ -267,7 +275,7 @@ def old_and_new(rng: random.Random, split: Split) -> tuple[str, str]:
 
 
 def own_verb(rng: random.Random, split: Split) -> str:
-    """A verb that says nothing by itself."""
+    """A verb without a specific meaning."""
     return rng.choice(ODD_VERBS.strict(split)) if rng.random() < 0.7 else made_up(rng, split, 2)
 
 

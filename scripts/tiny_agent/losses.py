@@ -1,4 +1,4 @@
-"""Next-token losses over a tied head, without ever holding all logits."""
+"""Next-token losses over a tied head that never hold all logits in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHUNK = 16384
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How one head did at every token of a batch."""
+    """Scores of one head at every token of a batch."""
 
     loss: Tensor
     """Weighted mean, differentiable."""
     nll_T: Tensor
-    """float32 [T] of the target; of no meaning where the weight is 0."""
+    """Negative log-likelihood of the target, float32 [T]; undefined where the weight is 0."""
     right_T: Tensor
     """bool [T]: the target is the most likely token."""
 

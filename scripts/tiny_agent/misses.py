@@ -1,5 +1,4 @@
-"""Where a played session leaves its gold trajectory: the first difference of each turn that missed its goal, and both
-side by side for a reader."""
+"""Missed turns of played sessions: the first difference of each from its gold trajectory, and a listing of both."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class Miss:
 
 
 def find_misses(sessions: Sequence[Played]) -> list[Miss]:
-    """All of them, those that are the first of their session before the others."""
+    """All misses, those that are the first of their session before the others."""
     misses = []
     for played in sessions:
         places = [place for place, entry in enumerate(played.outcome.turns) if entry.reached is False]
@@ -115,7 +114,7 @@ def _call_difference(
 
 
 def _value_kind(wanted: Any, given: Any, context: str) -> str:
-    """Whether a wrong value was taken from the wrong place or was not copied well."""
+    """Whether a wrong value was copied from the wrong place, or copied incorrectly."""
     if isinstance(wanted, (bool, int, float)) and isinstance(given, (bool, int, float)):
         return f"wrong argument: {'true or false' if isinstance(wanted, bool) else 'number'}"
     values = given if isinstance(given, list) else [given]
@@ -125,7 +124,7 @@ def _value_kind(wanted: Any, given: Any, context: str) -> str:
 
 
 def _context(played: Played, place: int, num_calls: int) -> str:
-    """Everything that the model could copy from in a turn, after so many of its calls, casefolded."""
+    """All text that the model could copy from in a turn after the given number of calls, casefolded."""
     example = played.example
     users = [turn.user for turn in example.turns[: place + 1]]
     before = [call for entry in played.outcome.turns[:place] for call in entry.calls]
@@ -134,10 +133,11 @@ def _context(played: Played, place: int, num_calls: int) -> str:
 
 
 def listing(miss: Miss) -> str:
-    """A missed turn with everything a person needs to see why."""
+    """A missed turn with all details needed to find the reason."""
     example, entry = miss.played.example, miss.entry
     lines = [
-        f"=== {example.session_id}  turn {miss.place + 1} of {len(example.turns)}  thinking {'on' if example.thinking else 'off'}"
+        f"=== {example.session_id}  turn {miss.place + 1} of {len(example.turns)}  thinking "
+        f"{'on' if example.thinking else 'off'}"
         + ("" if miss.is_first else "  (an earlier turn of the session missed, too)"),
         f"TASKS  {', '.join(miss.played.held_out.tasks)}",
         *(f"TOOL   {_signature(tool)}" for tool in example.tools),

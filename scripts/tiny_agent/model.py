@@ -1,7 +1,7 @@
 """A Qwen3.5 dense text model with its MTP head, differentiable, over packed sequences.
 
 Owns the order of layers and the MTP head's chain. The weights are a plain dict under the engine's canonical names
-(agentspec/models/tensors.py); how they are trained and stored is others' business.
+(agentspec/models/tensors.py); training and storage are elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training run may vary, without anything that takes long to import."""
+"""The options of a training run, in a module that imports quickly."""
 
 from __future__ import annotations
 

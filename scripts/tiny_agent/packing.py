@@ -1,4 +1,4 @@
-"""Where the sequences of one packed row of tokens begin and end, in the forms that layers and kernels want."""
+"""Boundaries of the sequences in one packed row of tokens, in the formats of layers and kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The user's words: requests in many wordings around the nouns, labels and values of a domain.
+"""The user's texts: requests in many wordings with the nouns, labels and values of a domain.
 
-Wordings are templates: `(a|b)` is one of them, `[a]` is there or not, `{slot}` a value. Knows nothing of calls, answers or state.
+Wordings are templates: `(a|b)` is one of them, `[a]` is there or not, `{slot}` a value. Knows nothing of calls, answers
+or state.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ _ORDERS: dict[Tone, tuple[str, ...]] = {
         "would it be possible to {b}?",
     ),
     "chatty": (
-        "[hi there! |hey, |hello again! ][so, |ok, |well, ][busy day here. |I'm back. |sorry to bother you. |quick one. ]can you {b}?",
+        "[hi there! |hey, |hello again! ][so, |ok, |well, ][busy day here. |I'm back. |sorry to bother you. |quick "
+        "one. ]can you {b}?",
         "[I'm on the phone with somebody and ]I need your help: {b}[, would you]?",
         "my colleague reminded me that we should {b}. [Could you do that?|Please do it.]",
         "I've put this off for too long, so please {b}[ now].",
@@ -131,7 +133,7 @@ _ORDERS: dict[Tone, tuple[str, ...]] = {
 }
 
 _OURS = ("I want to", "we should", "let's", "I was asked")
-"""What makes a request one of several people: `let's tell me` is no English."""
+"""Plural forms of requests: `let's tell me` is not English."""
 
 _QUESTIONS: dict[Tone, tuple[str, ...]] = {
     "plain": (
@@ -149,7 +151,8 @@ _QUESTIONS: dict[Tone, tuple[str, ...]] = {
         "I'd like to know: {b}? [Thank you.]",
     ),
     "chatty": (
-        "[hi there! |hey, |hello again! ][so, |ok, |well, ][I'm a bit lost here. |I can't find my notes. |somebody just asked me. ]{b}?",
+        "[hi there! |hey, |hello again! ][so, |ok, |well, ][I'm a bit lost here. |I can't find my notes. |somebody "
+        "just asked me. ]{b}?",
         "[I'm on the phone and ]I need a quick answer: {b}?",
         "quick question, {b}?",
         "remind me, {b}?",

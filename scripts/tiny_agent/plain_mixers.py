@@ -1,5 +1,5 @@
-"""The two mixers over packed sequences in plain differentiable PyTorch: what the tests run, and what the fast kernels
-are checked against."""
+"""The two mixers over packed sequences in plain differentiable PyTorch, for tests and as reference of the fast
+kernels."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def gated_delta(q_TVK: Tensor, k_TVK: Tensor, v_TVD: Tensor, g_TV: Tensor, beta_
     """Output [T, V, D] of the gated delta rule from a zero state, chunk by chunk (arXiv 2412.06464); q and k are
     normalised, q is scaled in here.
 
-    All chunks are solved at once; the state then goes through the chunks of all sequences side by side, the longest
-    first."""
+    All chunks are solved at once; then the state passes through the chunks of all sequences in parallel, the longest
+    sequence first."""
     index_NC, counts = _chunks(packed.lengths)
     device = q_TVK.device
     is_token = (index_NC >= 0).to(device)

@@ -1,6 +1,6 @@
-"""A session under way: its records, what the conversation has shown so far, and the gold messages of its turns.
+"""A running session: its records, the values shown so far, and the gold messages of its turns.
 
-Calls really run, so a gold trajectory is one that works. Knows nothing of wordings, of domains' origin or of tasks.
+Calls are executed, so every gold trajectory works. Independent of wordings, of the origin of domains and of tasks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from scripts.tiny_agent.domain import Domain, Operation, Split, Turn, Verb
 from scripts.tiny_agent.phrases import Tone, listed
 
 SPARE_CALLS = 2
-"""Calls that a turn may make beyond the gold ones."""
+"""Maximum number of calls of a turn beyond the gold ones."""
 
 Call = tuple[Operation, Record]
 
 
 @dataclass(kw_only=True, slots=True)
 class Setting:
-    """What a session has from its start."""
+    """The initial data of a session."""
 
     rng: random.Random
     split: Split
@@ -35,7 +35,7 @@ class Setting:
     thinking: bool
     tone: Tone
     others: list[Domain] = field(default_factory=list)
-    """Domains whose tools the session lacks, for requests that nothing can do."""
+    """Domains whose tools the session lacks, for impossible requests."""
     me: str | None = None
     """The user's name, when the system prompt has it."""
     today: str | None = None
@@ -94,12 +94,12 @@ class Play:
         return self._domain_of[operation.name]
 
     def begin(self, user: str) -> None:
-        """A new turn, which leaves nothing to refer back to unless its end says so."""
+        """Start a turn. By default the next turn has nothing to refer back to."""
         self._user, self._messages, self._num_calls = user, [], 0
         self.focus, self.asked, self.last, self.gave_up = None, [], None, False
 
     def call(self, thought: str, calls: list[Call]) -> list[Any]:
-        """Results of calls made in one message; calls that meet a busy service are made once more."""
+        """Results of the calls of one message; calls to a busy service are retried once."""
         results = self._run(thought, calls)
         again = [
             i for i, ((operation, _), result) in enumerate(zip(calls, results, strict=True)) if busy(operation, result)
@@ -156,7 +156,7 @@ class Play:
         return results
 
     def _learn(self, operation: Operation, result: Any) -> None:
-        """Keeps what a result shows of records; a change makes older results worthless."""
+        """Remember the values in a result; a change invalidates older results."""
         if isinstance(operation.action, Calculate) or (isinstance(result, dict) and "error" in result):
             return
         domain = self._domain_of[operation.name]

@@ -1,7 +1,7 @@
 """Pools of words, split into those for training and those that are held out, and words made up from syllables.
 
-A word belongs to the held-out side by a stable hash of its spelling, made-up words too: whatever pool it is drawn from,
-a held-out word never occurs in training. Knows nothing of columns, domains or sentences.
+A stable hash of its spelling assigns a word to a split, generated words included. So a held-out word never occurs in
+training, in any pool. Independent of columns, domains and sentences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scripts.tiny_agent.domain import Split
 _FOLDER = Path(__file__).parent / "words"
 _HELD_OUT_PERCENT = 12
 _HELD_OUT_RATE = 0.8
-"""How often a held-out draw takes a held-out item; the rest are known ones, as in life."""
+"""Probability that a held-out draw takes a held-out item instead of a known one."""
 _MADE_UP_RATE = 0.35
 _BLEND_RATE = 0.5
 
@@ -95,8 +95,8 @@ _KNOWN = frozenset(
 
 
 def made_up(rng: random.Random, split: Split, num_syllables: int | None = None) -> str:
-    """A word in lower case that no dictionary has, of this split: pronounceable syllables, or the halves of two known
-    words, which reads like a word that was never seen before."""
+    """A lower-case word of this split that is in no dictionary: pronounceable syllables, or the halves of two known
+    words, like an unknown word."""
     while True:
         word = (
             _blend(rng) if rng.random() < _BLEND_RATE else _syllables(rng, num_syllables or rng.choice((2, 2, 2, 3, 3)))

@@ -1,5 +1,5 @@
-"""What share of held-out sessions a model plays well: counts by group, by thinking and by kind of turn, as Markdown, as
-text and as JSON."""
+"""The share of held-out sessions that a model solves: counts by group, by thinking and by kind of turn, as Markdown,
+text and JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from scripts.tiny_agent.held_out import Played
 from scripts.tiny_agent.misses import count_kinds, find_misses
 
 VALID_SHARE, GOAL_SHARE = 0.95, 0.80
-"""What the whole held-out set must reach: of its tool calls, valid ones; of its sessions, those at their goal."""
+"""Required shares over the whole held-out set: valid tool calls, and sessions at their goal."""
 
-EXPLANATION = """A tool call is valid when its tool exists and its arguments are an object that the tool's JSON schema allows. A turn of the user is
-at its goal (`Goal` in `agentspec/replay/world.py`) when it ends with an answer in words that holds every text that the goal names, the records have
-changed in exactly the way that the goal names, and no more calls were made than it allows; a session is when all its turns are. Known tools are those
-of training, with values drawn anew, four in five of them words that training never saw; unseen tools have names and parameters that it never saw."""
+EXPLANATION = """A tool call is valid when its tool exists and its arguments are an object that the tool's JSON \
+schema allows. A turn of the user is
+at its goal (`Goal` in `agentspec/replay/world.py`) when it ends with an answer in words that holds every text that \
+the goal names, the records have
+changed in exactly the way that the goal names, and no more calls were made than it allows; a session is when all its \
+turns are. Known tools are those
+of training, with values drawn anew, four in five of them words that training never saw; unseen tools have names and \
+parameters that it never saw."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +55,7 @@ class Quality:
 
     @property
     def shortfalls(self) -> list[str]:
-        """What the run misses of VALID_SHARE and GOAL_SHARE, in words; empty when both are reached."""
+        """Text on missed VALID_SHARE and GOAL_SHARE; empty when both are reached."""
         total = self.total
         pairs = (
             ("tool calls valid", total.num_valid, total.num_calls, VALID_SHARE),
@@ -65,7 +69,7 @@ class Quality:
 
 
 def judge(played: Sequence[Played], *, seconds: float, num_failed: int) -> Quality:
-    """Count what was played."""
+    """Count the outcomes of the sessions."""
     rows = [
         count((p.outcome for p in played if p.held_out.group == group), f"{group} tools")
         for group in ("known", "unseen")
@@ -120,9 +124,10 @@ def markdown(quality: Quality) -> str:
 
 
 def diagnosis(quality: Quality) -> str:
-    """Where the misses are, for whoever trains the model."""
+    """A listing of misses, for training the model."""
     lines = [
-        f"{quality.total.num_sessions} sessions in {quality.seconds:.0f} s, {quality.num_failed} ended by a failed request",
+        f"{quality.total.num_sessions} sessions in {quality.seconds:.0f} s, {quality.num_failed} ended by a failed "
+        f"request",
         "",
     ]
     lines += [
@@ -143,7 +148,7 @@ def _kind_line(kind: TurnCounts) -> str:
 
 
 def to_json(quality: Quality) -> dict[str, Any]:
-    """All of it, JSON-ready."""
+    """All counts, JSON-ready."""
     return {
         "rows": [asdict(row) for row in quality.rows],
         "turn_kinds": [asdict(kind) for kind in quality.kinds],

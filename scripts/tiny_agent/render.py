@@ -1,5 +1,5 @@
-"""Sessions as the model reads them: the text of chat_template.jinja, written in plain Python because training needs
-millions of tokens a second, as token ids that know which of them the model has to write.
+"""Renders sessions as the model reads them: token ids and a mask of the tokens that the model generates. Reimplements
+chat_template.jinja in plain Python, because training needs millions of tokens per second.
 
 Knows nothing of how sessions are made or packed.
 """
@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from scripts.tiny_agent.domain import Example
 
 READ, REPEATED, WRITTEN = 0, 1, 2
-"""Values of the mask. WRITTEN: the model writes this token when it runs live. REPEATED: an answer of an earlier turn in
-a session that thinks; it stands there without the reasoning that led to it. READ: everything else, also what opens an
-answer (`<think>`, or an empty think block)."""
+"""Values of the mask. WRITTEN: the model generates this token. REPEATED: an answer of an earlier turn in a session with
+thinking, shown without its reasoning. READ: everything else, including the tokens that open an answer (`<think>`, or an
+empty think block)."""
 
 _CALL_FORMAT = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _ANSWER = "<|im_start|>assistant\n"
@@ -49,7 +49,7 @@ class _Message:
 
 
 def conversation_text(example: Example, num_turns: int) -> str:
-    """What the chat template makes of the first turns, gold answers included and without a generation prompt.
+    """The chat template's output for the first turns, including gold answers, without a generation prompt.
 
     Raises ValueError when `num_turns` is not one of 1 to the number of turns, or when an answer has no reasoning in a
     session that thinks, or some in one that doesn't."""
@@ -62,7 +62,7 @@ def render(example: Example, tokenizer: Tokenizer, num_turns: int) -> Rendered:
 
 
 def render_all(cuts: Iterable[tuple[Example, int]], tokenizer: Tokenizer) -> list[Rendered]:
-    """Each session cut after so many turns: ids are those of encoding the whole text at once.
+    """Render each session, cut after its number of turns. The ids equal those of encoding the whole text at once.
 
     Raises ValueError as `conversation_text` does, and for a session whose text holds a token that only the template may
     write."""
@@ -104,7 +104,8 @@ def _text(messages: Sequence[_Message]) -> str:
 def _messages(example: Example, num_turns: int) -> list[_Message]:
     if not 1 <= num_turns <= len(example.turns):
         raise ValueError(
-            f"num_turns: {num_turns} is not one of 1 to {len(example.turns)}, the turns of session {example.session_id!r}"
+            f"num_turns: {num_turns} is not one of 1 to {len(example.turns)}, the turns of session "
+            f"{example.session_id!r}"
         )
     messages = [_system(example)] if example.tools or example.system else []
     for index, turn in enumerate(example.turns[:num_turns]):
@@ -125,7 +126,8 @@ def _answer(message: dict[str, Any], example: Example, *, is_last_turn: bool) ->
     reasoning = (message.get("reasoning_content") or "").strip()
     if bool(reasoning) != example.thinking:
         raise ValueError(
-            f"session {example.session_id!r}: thinking is {example.thinking}, but an answer's reasoning is {reasoning!r}"
+            f"session {example.session_id!r}: thinking is {example.thinking}, but an answer's reasoning is "
+            f"{reasoning!r}"
         )
     text = f"{_answer_text(message)}<|im_end|>\n"
     if not is_last_turn:

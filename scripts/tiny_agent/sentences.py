@@ -1,4 +1,4 @@
-"""Titles and sentences with words of a split in their slots: text that records hold and users pass on as it is."""
+"""Titles and sentences with words of a split in their slots: texts of records, which users repeat verbatim."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ from scripts.tiny_agent import pools
 from scripts.tiny_agent.domain import Split
 
 _TITLES = (
-    "{a} {t}", "{a} {t}", "{n} {t}", "{n} {t}", "{t} of the {n}", "{g} the {n}", "{g} the {a} {n}", "{a} {n} {t}", "{t} with {f}", "{t} in {c}",
-    "{o} {t}", "{n} and {n}", "{g} and {g}", "{t} {d}", "{a} {n}", "{f} on {t}", "{c} {t}", "{t} for {o}", "{g} {n} {t}", "The {a} {n}", "{l} {t}",
+    "{a} {t}", "{a} {t}", "{n} {t}", "{n} {t}", "{t} of the {n}", "{g} the {n}", "{g} the {a} {n}", "{a} {n} {t}",
+    "{t} with {f}", "{t} in {c}",
+    "{o} {t}", "{n} and {n}", "{g} and {g}", "{t} {d}", "{a} {n}", "{f} on {t}", "{c} {t}", "{t} for {o}",
+    "{g} {n} {t}", "The {a} {n}", "{l} {t}",
     "{t} part {d}", "How {n} meets {n}", "{n} {g} {t}", "{a} {g} {t}", "A {n} for {f}", "{g} at {c}", "{t} and {t}",
 )  # fmt: skip
 _CLAUSES = (
-    "the {n} in the {a} {n} is {a}", "please bring the {a} {n} and two {n} boxes", "{f} will look after the {n} {t}", "we moved the {t} to {c}",
-    "our {t} starts near the {a} {n}", "keep the {n} {a} and the {n} {a}", "{f} {l} asked for a {a} {n}", "the {a} {n} needs {g} again",
+    "the {n} in the {a} {n} is {a}", "please bring the {a} {n} and two {n} "
+    "boxes", "{f} will look after the {n} {t}", "we moved the {t} to {c}",
+    "our {t} starts near the {a} {n}", "keep the {n} {a} and the {n} {a}", "{f} {l} asked for a {a} {n}",
+    "the {a} {n} needs {g} again",
     "nobody has seen the {n} since {day}", "there are {d} {n} parts left in the {n}", "call {f} about the {a} {t}",
-    "the {t} was {a} and rather {a}", "leave the {n} next to the {a} {n}", "{o} sent {d} pieces of {a} {n}", "the {n} smells of {n} and {n}",
-    "use the {a} door behind the {n}", "{g} takes longer than {g} this time", "my {n} broke while {g}", "the {t} for {c} is still {a}",
-    "{f} prefers a {a} {n} without {n}", "put {d} spare {n} clips into the {n}", "everyone liked the {a} {t} in {c}", "the {n} makes a {a} noise",
-    "they want {g} before the {t}", "ask {f} for the {n} key", "the colour should be {a} like a {n}", "we need more {n} for the {t}",
+    "the {t} was {a} and rather {a}", "leave the {n} next to the {a} {n}", "{o} sent {d} pieces of {a} {n}",
+    "the {n} smells of {n} and {n}",
+    "use the {a} door behind the {n}", "{g} takes longer than {g} this time", "my {n} broke while {g}",
+    "the {t} for {c} is still {a}",
+    "{f} prefers a {a} {n} without {n}", "put {d} spare {n} clips into the {n}", "everyone liked the {a} {t} in {c}",
+    "the {n} makes a {a} noise",
+    "they want {g} before the {t}", "ask {f} for the {n} key", "the colour should be {a} like a {n}",
+    "we need more {n} for the {t}",
     "{f} and {f} share one {a} {n}", "a {a} {n} fell off the {n}", "the {o} {t} went well", "send the {n} back to {c}",
-    "check the {n} for {a} spots", "{f} is away until {day}", "the last {t} had no {n}", "do not forget the {a} {n} under the {n}",
-    "wrap the {n} in {a} {n}", "no {n} was found during the {t}", "it works best with a {a} {n}", "the {n} arrived {a} and with {d} scratches",
-    "{c} is too far for the {t}", "the {a} one belongs to {f}", "start with the {n} and end with the {n}", "this {n} replaces the {a} one from {c}",
-    "visitors may touch the {n} but not the {n}", "{g} was moved to {day} because of the {n}", "{o} pays for the {t}", "half of the {n} is gone",
+    "check the {n} for {a} spots", "{f} is away until {day}", "the last {t} had no {n}", "do not forget the {a} {n} "
+    "under the {n}",
+    "wrap the {n} in {a} {n}", "no {n} was found during the {t}", "it works best with a {a} {n}", "the {n} arrived "
+    "{a} and with {d} scratches",
+    "{c} is too far for the {t}", "the {a} one belongs to {f}", "start with the {n} and end with the "
+    "{n}", "this {n} replaces the {a} one from {c}",
+    "visitors may touch the {n} but not the "
+    "{n}", "{g} was moved to {day} because of the {n}", "{o} pays for the {t}", "half of the {n} is gone",
     "turn the {n} {d} times", "the guide from {c} speaks slowly",
 )  # fmt: skip
 _LINKS = (
@@ -43,8 +55,10 @@ _LINKS = (
     " and then ",
 )
 _TAILS = (
-    " after the {t}", " before {day}", " near {c}", " for {f}", " as agreed with {o}", " with {a} {n}", " at the {n}", " this {day}",
-    " {d} days later", " without {g}", " for the {a} {t}", " from {c} to {c}", " next to {f}", " on a {a} {day}", "", "", "", "",
+    " after the {t}", " before {day}", " near {c}", " for {f}", " as agreed with {o}", " with {a} {n}", " at the {n}",
+    " this {day}",
+    " {d} days later", " without {g}", " for the {a} {t}", " from {c} to {c}", " next to {f}", " on a {a} {day}", "",
+    "", "", "",
 )  # fmt: skip
 _DAYS = (
     "Monday",

@@ -1,5 +1,5 @@
-"""Makes sessions: domains, tools, a system prompt and one to a few turns with their gold trajectories, each from its
-seed and index alone.
+"""Generates sessions: domains, tools, a system prompt and one to a few turns with gold trajectories, determined only by
+seed and index.
 
     python -m scripts.tiny_agent.sessions --seed 0 --index 5 --split train
 
@@ -30,7 +30,7 @@ _CALCULATOR_RATE = 0.12
 _FAILING_RATE = 0.17
 _LONG_RATE = 0.1
 _ENOUGH_CHARS = 30_000
-"""No further turn after this, so that all sessions fit 8k tokens."""
+"""No further turn beyond this length, so that all sessions fit into 8k tokens."""
 _BUSY = (
     "service busy, try again",
     "the service is busy",
@@ -82,9 +82,17 @@ def _session(rng: random.Random, session_id: str, split: Split, unseen: bool) ->
     tables = {domain.table: domain.data for domain in domains if domain.data is not None}
     world = World(tables=tables, actions={operation.name: operation.action for operation in operations})
     setting = Setting(
-        rng=rng, split=split, domains=domains, tools=tools, thinking=rng.random() < 0.5, tone=rng.choice(TONES), others=others,
-        me=prompt.me, today=prompt.today, name=prompt.name,
-    )  # fmt: skip
+        rng=rng,
+        split=split,
+        domains=domains,
+        tools=tools,
+        thinking=rng.random() < 0.5,
+        tone=rng.choice(TONES),
+        others=others,
+        me=prompt.me,
+        today=prompt.today,
+        name=prompt.name,
+    )
     play = Play(setting, Simulator(world, tools))
     num_turns = rng.randint(5, 22) if long else rng.choices((1, 2, 3, 4, 5), (24, 26, 22, 16, 12))[0]
     posed: list[str] = []
@@ -117,7 +125,7 @@ def _go_on(play: Play) -> str | None:
 def _domains(
     rng: random.Random, split: Split, unseen: bool, num: int, taken: list[Domain] | None = None
 ) -> list[Domain]:
-    """Domains that can stand side by side: no tool, table, noun or key twice."""
+    """Domains that can be combined: no repeated tool, table, noun or key."""
     chosen: list[Domain] = []
     names = list(catalog.UNSEEN if unseen else catalog.TEMPLATES)
     for _ in range(40):
@@ -155,7 +163,7 @@ def _apart(a: Domain, b: Domain) -> bool:
 
 
 def _with_failure(rng: random.Random, domains: list[Domain]) -> list[Domain]:
-    """Now and then, the first call or two of one tool fail."""
+    """Sometimes let the first one or two calls of one tool fail."""
     if rng.random() >= _FAILING_RATE:
         return domains
     chosen = rng.choice([operation.name for domain in domains for operation in domain.operations])
@@ -216,7 +224,7 @@ def replay_line(example: Example, *, max_tokens: int = 320) -> dict[str, Any]:
 
 
 def readable(example: Example) -> str:
-    """A session to be looked at."""
+    """Print a session for inspection."""
     lines = [f"=== {example.session_id}, thinking {'on' if example.thinking else 'off'}"]
     for tool in example.tools:
         function = tool["function"]

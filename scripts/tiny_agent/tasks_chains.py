@@ -1,4 +1,4 @@
-"""Turns of several calls: in one message, or one after the other with values that results give."""
+"""Turns of several calls: in one message, or in sequence with values from earlier results."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _finish_change(play: Play, ask: Ask, thought: str) -> None:
 
 
 def _over(play: Play, domain: Domain, key: Any, operation: Operation, result: Any) -> bool:
-    """Whether the first call came to nothing, and ends the turn then."""
+    """Whether the first call failed; ends the turn in that case."""
     error = error_of(result)
     if error is not None:
         failing = busy(operation, result)
@@ -320,7 +320,8 @@ def copy_to_record(play: Play) -> bool:
             continue
         columns = [
             (c, name) for c in asks.shown_columns(domain, operation, records[0]) for name in changer.action.set  # type: ignore[union-attr]
-            if name in changer.params and changer.params[name].kind == c.kind and c.kind not in ("flag", "choice", "text")
+            if name in changer.params and changer.params[name].kind == c.kind and c.kind not in ("flag", "choice",
+            "text")
         ]  # fmt: skip
         if not columns:
             continue

@@ -30,7 +30,8 @@ def _number(play: Play) -> str:
     roll = rng.random()
     if roll < 0.5:
         return str(rng.randint(2, rng.choice((20, 100, 1000, 9999))))
-    return f"{rng.randint(1, rng.choice((20, 300, 2000)))}.{rng.randint(1, 9) if roll < 0.7 else f'{rng.randint(0, 9)}{rng.randint(1, 9)}'}"
+    whole = rng.randint(1, rng.choice((20, 300, 2000)))
+    return f"{whole}.{rng.randint(1, 9) if roll < 0.7 else f'{rng.randint(0, 9)}{rng.randint(1, 9)}'}"
 
 
 def calculation(play: Play) -> bool:
@@ -116,7 +117,10 @@ def sum_of_two(play: Play) -> bool:
         else f"{domain.noun} {keys[0]} and {domain.noun} {keys[1]}"
     )
     _begin_sum(play, column, names)
-    thought = f"The user wants the sum of {column.label} of {domain.noun} {keys[0]} and {keys[1]}. I call {getter.name} 2 times."
+    thought = (
+        f"The user wants the sum of {column.label} of {domain.noun} {keys[0]} and {keys[1]}. I call "
+        f"{getter.name} 2 times."
+    )
     results = play.call(thought, [(getter, {named[0]: r[named[1]]}) for r in pair])
     failing = next((result for result in results if error_of(result) is not None), None)
     if failing is not None:

@@ -54,8 +54,8 @@ def _picked(play: Play) -> tuple[Domain, Operation, Record, Column, tuple[str, s
 
 
 def _read(play: Play, domain: Domain, operation: Operation, key: str, wish: str) -> str | None:
-    """The result's text in hand, from an earlier result or a call; None when the tool keeps failing and the turn is
-    over."""
+    """The text of the page, from an earlier result or a call; None when the tool keeps failing and the turn has
+    ended."""
     named = asks.naming(operation)
     assert named is not None
     result = play.call(f"The user wants {wish}. I call {operation.name}.", [(operation, {named[0]: key})])[0]

@@ -1,4 +1,4 @@
-"""Turns that live from the conversation: values asked for, references back, requests that nothing can do, and talk."""
+"""Turns that depend on the conversation: missing values, references back, impossible requests, and talk."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ _ALTERNATIVES: dict[Verb, tuple[Verb, ...]] = {
 
 
 def _lacking(play: Play) -> str | None:
-    """An order that the session's records allow in life, but no tool does."""
+    """A plausible order on the session's records that no tool supports."""
     found = [
         (d, verb)
         for d in play.domains
@@ -422,7 +422,7 @@ def _talk(play: Play, text: str, answer: str, thought: str) -> None:
 
 
 def try_again(play: Play) -> bool:
-    """After a tool that kept failing: the user asks for the same once more."""
+    """The user repeats a request after a tool that kept failing."""
     if not play.gave_up or play.last is None:
         return False
     ask = play.last

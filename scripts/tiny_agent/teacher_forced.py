@@ -1,5 +1,4 @@
-"""How well the model knows the gold answers of held-out sessions, and how well its MTP head foresees it, without
-generating anything."""
+"""Teacher-forced accuracy of the model on the gold answers of held-out sessions, and of its MTP head's drafts."""
 
 from __future__ import annotations
 
@@ -24,17 +23,18 @@ class Results:
     """Share of answers (runs of written tokens) whose every token is the most likely one, given the gold tokens before
     it."""
     right_tokens: float
-    """Share of written tokens that are."""
+    """Share of written tokens that are the most likely ones."""
     draft_agreement: list[float]
     """By position in the chain: share of drafts for written tokens that are the trunk's choice, given the gold tokens
     before."""
     accepted_drafts: float
-    """Mean length of the chain's beginning that agrees, of NUM_DRAFTS."""
+    """Mean number of accepted drafts, out of NUM_DRAFTS."""
 
     def __str__(self) -> str:
         by_position = " ".join(f"{share:.1%}" for share in self.draft_agreement)
         return (
-            f"{self.perfect_messages:.2%} of {self.num_messages} answers perfect, {self.right_tokens:.3%} of tokens right; "
+            f"{self.perfect_messages:.2%} of {self.num_messages} answers perfect, {self.right_tokens:.3%} of tokens "
+            f"right; "
             f"mtp agrees {by_position}, accepted {self.accepted_drafts:.2f} of {NUM_DRAFTS}"
         )
 
@@ -56,7 +56,7 @@ def evaluate(
         messages.append(_all_right(is_right, is_written))
         drafts = [_choices(model, m_TH) for m_TH in model.drafts(ids, hidden_TH, packed, NUM_DRAFTS)]
         agrees = torch.stack([draft == choices_T.roll(-1 - step) for step, draft in enumerate(drafts)])
-        # Only chains whose every draft stands for a written token: what comes after an answer's end isn't drafted when
+        # Only chains in which every draft is for a written token: tokens after an answer's end aren't drafted when
         # the model runs.
         inside = torch.stack(
             [(mask.roll(-2 - step) == WRITTEN) & packed.has_next(2 + step) for step in range(NUM_DRAFTS)]

@@ -1,4 +1,4 @@
-"""A hand-written domain without its records, and the shorthand in which domains are written down."""
+"""Hand-written domains without records, and the shorthand for writing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.tiny_agent.toolset import Toolset
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """What all sessions of a domain share."""
+    """The parts of a domain that all sessions share."""
 
     noun: str
     plural: str
@@ -25,7 +25,7 @@ class Template:
     unseen: bool = False
 
     def domain(self, rng: random.Random, split: Split) -> Domain:
-        """The domain with records of its own; tools and columns are shared, so nobody may change them."""
+        """The domain with new records; tools and columns are shared and must not be changed."""
         tools = self.tools
         key = tools.key if tools is not None else Column(name="", label="", kind="word")
         rows = (

@@ -53,7 +53,10 @@ class Counts:
         read, repeated, written = (self._nll_by_kind / tokens).tolist()
         right = (self._right_by_kind / tokens)[-1].item()
         mtp = " ".join(f"{loss:.4f}" for loss in (self._mtp / self._num_steps).tolist())
-        text = f"written {written:.4f} ({right:.2%} right), repeated {repeated:.4f}, read {read:.3f}; mtp {mtp}; norm {self._norm / self._num_steps:.2f}"
+        text = (
+            f"written {written:.4f} ({right:.2%} right), repeated {repeated:.4f}, read {read:.3f}; mtp {mtp}; "
+            f"norm {self._norm / self._num_steps:.2f}"
+        )
         for total in (self._nll_by_kind, self._right_by_kind, self._tokens_by_kind, self._mtp, self._norm):
             total.zero_()
         self._num_steps = 0

@@ -56,7 +56,8 @@ def train(
                 _refuse_nan(loss.item(), progress.step)
                 seconds = time.monotonic() - reported
                 print(
-                    f"{time.monotonic() - arguments.started:6.0f} s, step {progress.step}, {progress.tokens / 1e6:.0f} Mtok: {trainer.counts}; "
+                    f"{time.monotonic() - arguments.started:6.0f} s, step {progress.step}, "
+                    f"{progress.tokens / 1e6:.0f} Mtok: {trainer.counts}; "
                     f"{tokens / seconds / 1e6:.3f} Mtok/s, {waited / seconds:.0%} waiting for data",
                     flush=True,
                 )
@@ -103,7 +104,8 @@ def run(arguments: argparse.Namespace) -> None:
         trainer.optimizer.load_state(moments)
     count = sum(weight.numel() for weight in weights.values())
     print(
-        f"{count / 1e6:.2f} M parameters, {arguments.tokens / 1e6:.0f} Mtok planned, {progress.tokens / 1e6:.0f} Mtok seen",
+        f"{count / 1e6:.2f} M parameters, {arguments.tokens / 1e6:.0f} Mtok planned, {progress.tokens / 1e6:.0f} "
+        f"Mtok seen",
         flush=True,
     )
     sessions = {

@@ -1,4 +1,4 @@
-"""Hand-made sessions with every shape that rendering must know, and a small tokenizer trained on them."""
+"""Hand-made sessions with every shape that rendering must handle, and a small tokenizer trained on them."""
 
 from __future__ import annotations
 

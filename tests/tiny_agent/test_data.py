@@ -1,5 +1,4 @@
-"""The stream of batches holds every session once, in order, whatever the number of workers and wherever it is taken up
-again."""
+"""The stream of batches contains every session once, in order, for any number of workers and after any resume."""
 
 from __future__ import annotations
 
@@ -78,20 +77,20 @@ def test_batches_hold_whole_sessions_in_order(directory: Path) -> None:
         assert index == batch.next_example
 
 
-def test_workers_and_resuming_change_nothing(directory: Path) -> None:
+def test_batches_do_not_depend_on_workers_or_resuming(directory: Path) -> None:
     alone = first(4, directory)
     assert_same(first(4, directory, num_workers=2), alone)
     assert_same(first(2, directory, start_example=alone[1].next_example), alone[2:])
 
 
-def test_long_sessions_lose_their_end_and_are_counted(directory: Path) -> None:
+def test_long_sessions_are_cut_at_the_end_and_counted(directory: Path) -> None:
     (batch,) = first(1, directory, max_length=500)
     lengths = np.diff(batch.cu_seqlens)
     assert lengths.max() == 500
     assert 0 < batch.num_cut <= np.sum(lengths == 500)
 
 
-def test_sessions_that_think_are_cut_anywhere_the_others_mostly_nowhere() -> None:
+def test_sessions_with_thinking_are_cut_anywhere_others_rarely() -> None:
     plain, thinks = EXAMPLES[:2]
     assert {num_turns_shown(thinks, SEED, index) for index in range(50)} == {1, 2, 3}
     drawn = [num_turns_shown(plain, SEED, index) for index in range(200)]

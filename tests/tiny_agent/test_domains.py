@@ -1,5 +1,5 @@
-"""Domains of tiny-agent: schemas that hold, calls that run, words that stay on their side, and the same output for the
-same seed."""
+"""Domains of tiny-agent: valid schemas, calls that run, disjoint words of training and held-out data, and
+determinism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_INVENTED = 150
 
 
 def all_domains(split: Split) -> Iterator[tuple[str, Domain]]:
-    """Every hand-written domain and many made-up ones, each with what to say when it fails."""
+    """Every hand-written domain and many generated ones, each with a label for failures."""
     names = [*catalog.TEMPLATES, *catalog.UNSEEN]
     for domain in catalog.domains(random.Random(3), split, names):
         yield f"catalog {domain.noun}", domain
@@ -37,7 +37,7 @@ def world_of(domain: Domain) -> World:
 
 
 def sample(domain: Domain, operation: Operation, rng: random.Random, split: Split) -> dict[str, object]:
-    """Arguments for the required parameters: the first record's values where it is looked up, fresh ones elsewhere."""
+    """Arguments for the required parameters: the first record's values for lookups, new ones otherwise."""
     match = getattr(operation.action, "match", {})
     arguments: dict[str, object] = {}
     for name in operation.required:
@@ -109,7 +109,7 @@ def test_the_same_seed_gives_the_same_domain() -> None:
         assert catalog.domains(random.Random(7), split) == catalog.domains(random.Random(7), split)
 
 
-def test_pools_have_two_sides() -> None:
+def test_pools_have_disjoint_training_and_held_out_values() -> None:
     words = (
         *vars(pools).values(),
         invented_words.RECORD_NOUNS,
@@ -197,5 +197,5 @@ def test_sentences_hold_no_facts() -> None:
         (["Ana"], "Ana"),
     ],
 )
-def test_values_as_people_say_them(value: object, text: str) -> None:
+def test_values_are_spelled_as_people_say_them(value: object, text: str) -> None:
     assert values.spoken(Column(name="c", label="c", kind="word"), value) == text

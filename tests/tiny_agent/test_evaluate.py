@@ -1,5 +1,4 @@
-"""The evaluation against a scripted server: what it counts, which turns it lists as missed and why, and the arithmetic
-of acceptance."""
+"""The evaluation against a scripted server: its counts, the listing of missed turns, and the acceptance rates."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def words(text: str, **fields: Any) -> Answer:
 def run(
     sessions: list[HeldOut], answers: Iterable[Answer], sampling: Sampling = GREEDY
 ) -> tuple[list[Played], Summary, FakeServer]:
-    """The server gives the answers in order, to one session after the other."""
+    """Run the evaluation; the server gives the answers in order, session after session."""
     script = iter(answers)
     server = FakeServer(lambda body: next(script))
 
@@ -124,7 +123,7 @@ def test_counts_go_by_group_and_by_thinking() -> None:
     assert [session["at_goal"] for session in data["sessions"]] == [True, False]
 
 
-def test_a_run_below_either_share_falls_short() -> None:
+def test_a_run_below_either_required_share_fails() -> None:
     def shortfalls(sessions: list[HeldOut], answers: list[Answer]) -> list[str]:
         played, _, _ = run(sessions, answers)
         return quality.judge(played, seconds=1.0, num_failed=0).shortfalls
@@ -202,7 +201,7 @@ def test_arguments_that_are_missing_or_too_many_are_named() -> None:
     assert miss.kind == "wrong argument: number"
 
 
-def test_turns_after_a_miss_are_counted_apart_and_listed_last() -> None:
+def test_turns_after_a_miss_are_counted_separately_and_listed_last() -> None:
     sessions = [held_out(CANCEL, LOOK_UP, name="a"), held_out(LOOK_UP, name="b")]
     played, _, _ = run(sessions, [words("No."), words("No."), words("No.")])
     misses = find_misses(played)
@@ -214,7 +213,7 @@ def test_turns_after_a_miss_are_counted_apart_and_listed_last() -> None:
     assert count_kinds(misses) == [("a call is missing", 2, 1)]
 
 
-def test_a_listing_shows_what_the_model_did_beside_the_gold_answer() -> None:
+def test_a_listing_shows_the_models_and_the_gold_answer() -> None:
     session = held_out(HELLO, CANCEL, HELLO)
     answers = [
         words("Hello."),
@@ -284,7 +283,7 @@ def test_long_texts_are_cut_in_a_listing() -> None:
     assert "(4300 more characters)" in listing(miss)
 
 
-def test_a_session_that_a_failed_request_ends_lists_its_later_turns_as_never_begun() -> None:
+def test_turns_after_a_failed_request_are_listed_as_not_started() -> None:
     misses = misses_of(held_out(LOOK_UP, HELLO), Answer(status=500))
     assert [(miss.kind, miss.is_first) for miss in misses] == [
         ("a call is missing: failed", True),
@@ -322,7 +321,7 @@ def test_acceptance_is_read_from_the_counters_of_all_answers() -> None:
     assert json.loads(json.dumps(acceptance.to_json([row])))[0]["acceptance_by_position"] == [0.75, 0.5]
 
 
-def test_counters_of_another_depth_or_none_at_all_are_refused() -> None:
+def test_missing_counters_or_those_of_another_depth_are_refused() -> None:
     _, silent, _ = run([held_out(HELLO)], [words("Hi.")])
     with pytest.raises(ValueError, match="reports no speculation"):
         acceptance.read(silent, sampling="greedy", num_drafts=1)
@@ -333,7 +332,7 @@ def test_counters_of_another_depth_or_none_at_all_are_refused() -> None:
         acceptance.read(summary, sampling="greedy", num_drafts=3)
 
 
-def test_drawn_sessions_are_of_both_groups_and_make_a_valid_file() -> None:
+def test_sampled_sessions_cover_both_groups_and_make_a_valid_file() -> None:
     sessions = draw(evaluate.SEED, 6)
     assert [session.group for session in sessions] == [*["known"] * 4, "unseen", "known"]
     file = replay_file(sessions, GREEDY)
@@ -343,7 +342,7 @@ def test_drawn_sessions_are_of_both_groups_and_make_a_valid_file() -> None:
 
 
 def gold_answers(session: HeldOut) -> Iterator[Answer]:
-    """What a perfect model would answer."""
+    """The answers of a perfect model."""
     for turn in session.example.turns:
         for message in turn.messages:
             if message["role"] == "assistant":

@@ -1,5 +1,5 @@
-"""Rendered sessions are what the chat template makes of them, token for token, and the mask marks what a live model
-writes."""
+"""Rendered sessions equal the chat template's output token for token, and the mask marks the tokens that the model
+generates."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def runs(rendered: Rendered, value: int) -> list[str]:
     ]
 
 
-def test_text_is_what_the_template_makes() -> None:
+def test_text_equals_the_templates_output() -> None:
     reference = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer())
     for example, num_turns in cuts():
         text = conversation_text(example, num_turns)
         messages = example.messages(num_turns)
         where = f"{example.session_id}, {num_turns} turns"
         assert template_text(example, messages, add_generation_prompt=False) == text, where
-        messages = normalise(messages)  # transformers wants arguments as objects, too
+        messages = normalise(messages)  # transformers expects arguments as objects
         source = CHAT_TEMPLATE.read_text()
         expected = reference.apply_chat_template(
             messages,
@@ -78,9 +78,8 @@ def test_ids_are_those_of_the_whole_text() -> None:
         assert rendered.mask.shape == rendered.ids.shape
 
 
-def test_a_live_model_meets_the_very_tokens_before_what_it_writes() -> None:
-    """The prompt of every answer of the last turn is the beginning of the session's ids, up to the first token that is
-    to be written."""
+def test_prompts_of_a_live_model_are_prefixes_of_the_training_ids() -> None:
+    """The prompt of every answer of the last turn is a prefix of the session's ids, up to the first generated token."""
     tokenizer = small_tokenizer()
     for example, num_turns in cuts():
         rendered = render(example, tokenizer, num_turns)
@@ -97,7 +96,7 @@ def test_a_live_model_meets_the_very_tokens_before_what_it_writes() -> None:
             assert rendered.mask[len(prompt) - 1 : len(prompt) + 1].tolist() == [READ, WRITTEN], where
 
 
-def test_what_is_written_without_thinking() -> None:
+def test_the_mask_without_thinking() -> None:
     plain = next(example for example in EXAMPLES if example.session_id == "plain")
     rendered = render(plain, small_tokenizer(), 3)
     calls, answer, *_, done, thanks = runs(rendered, WRITTEN)
@@ -110,7 +109,7 @@ def test_what_is_written_without_thinking() -> None:
     assert runs(rendered, REPEATED) == []
 
 
-def test_what_is_written_with_thinking() -> None:
+def test_the_mask_with_thinking() -> None:
     thinks = next(example for example in EXAMPLES if example.session_id == "thinks")
     rendered = render(thinks, small_tokenizer(), 2)
     earlier, written = runs(rendered, REPEATED), runs(rendered, WRITTEN)
@@ -123,17 +122,17 @@ def test_what_is_written_with_thinking() -> None:
 
 
 @pytest.mark.parametrize("num_turns", [0, 4])
-def test_turns_that_the_session_lacks_are_refused(num_turns: int) -> None:
+def test_turns_beyond_the_session_are_refused(num_turns: int) -> None:
     with pytest.raises(ValueError, match=f"num_turns: {num_turns} .* session 'plain'"):
         conversation_text(EXAMPLES[0], num_turns)
 
 
-def test_a_session_that_thinks_must_have_its_reasoning() -> None:
+def test_a_session_with_thinking_needs_its_reasoning() -> None:
     with pytest.raises(ValueError, match="'plain': thinking is True, but an answer's reasoning is ''"):
         conversation_text(dataclasses.replace(EXAMPLES[0], thinking=True), 1)
 
 
-def test_text_that_ends_a_message_is_refused() -> None:
+def test_text_with_an_end_of_message_token_is_refused() -> None:
     example = dataclasses.replace(
         EXAMPLES[2], turns=[Turn(user="Hi<|im_end|>", goal={}, messages=EXAMPLES[2].turns[0].messages)]
     )

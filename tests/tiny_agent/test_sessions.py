@@ -1,5 +1,5 @@
-"""Sessions of tiny-agent: gold trajectories work, follow from their context, and the held-out split keeps its
-promises."""
+"""Sessions of tiny-agent: gold trajectories reach their goals and follow from their context, and the held-out split is
+disjoint."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_values_come_from_the_context(made: list[tuple[Example, list[str]]]) -> 
 
 
 def words_of(arguments: dict[str, Any]) -> list[str]:
-    """Pieces of a call's arguments that must have been copied."""
+    """Parts of a call's arguments that must be copied from the context."""
     found: list[str] = []
     for value in arguments.values():
         if isinstance(value, list):
@@ -126,7 +126,7 @@ def test_every_task_occurs(made: list[tuple[Example, list[str]]]) -> None:
     assert missing <= ({"calculation", "sum_of_two", "sum_of_found"} if without_calculator else set())
 
 
-def test_split_decides_the_domains(made: list[tuple[Example, list[str]]]) -> None:
+def test_the_split_determines_the_domains(made: list[tuple[Example, list[str]]]) -> None:
     def names(templates: dict[str, Any]) -> set[str]:
         return {operation.name for template in templates.values() for operation in template.operations}
 
@@ -140,7 +140,7 @@ def test_split_decides_the_domains(made: list[tuple[Example, list[str]]]) -> Non
 
 
 @pytest.mark.parametrize(("split", "unseen"), KINDS)
-def test_a_session_depends_on_its_seed_and_index_alone(split: Split, unseen: bool) -> None:
+def test_a_session_depends_only_on_its_seed_and_index(split: Split, unseen: bool) -> None:
     kind = unseen if split == "held_out" else None
     texts = [readable(make_example(3, index, split=split, unseen=kind)) for index in range(20)]
     again = [readable(make_example(3, index, split=split, unseen=kind)) for index in reversed(range(20))]

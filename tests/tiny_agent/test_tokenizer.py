@@ -1,5 +1,4 @@
-"""The tokenizer has the promised size and added tokens, spells a word the same everywhere, and is one tokenizer to
-every loader."""
+"""The tokenizer: its size, its added tokens, context-independent words, and the same ids in every loader."""
 
 from __future__ import annotations
 
@@ -74,12 +73,12 @@ def test_training_is_deterministic() -> None:
     assert first == second
 
 
-def test_a_word_that_fills_one_text_earns_no_tokens() -> None:
+def test_a_word_frequent_in_one_text_gets_no_token() -> None:
     tokenizer = tiny.train([*TEXTS, *TEXTS, "zwrokzwrok " * 1000], vocab_size=350)
     assert "zwrok" not in tokenizer.get_vocab()
 
 
-def test_added_tokens_of_the_texts_earn_no_merges() -> None:
+def test_added_tokens_in_texts_get_no_merges() -> None:
     assert not [
         token for token in small_tokenizer().get_vocab(with_added_tokens=False) if "<|" in token or "im" in token
     ]

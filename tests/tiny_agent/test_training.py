@@ -1,5 +1,5 @@
-"""Training computes what the engine and transformers compute from the exported checkpoint, learns, and goes on where it
-stopped."""
+"""Training: its forward pass equals those of the engine and transformers on the exported checkpoint, the loss falls,
+and runs resume exactly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 
 def random_weights(text: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """As published, with norms that aren't trivial."""
+    """A model of the published shape with non-trivial norms."""
     generator = torch.Generator().manual_seed(seed + 1)
     weights = initial_weights(parsed(text), seed)
     for name, weight in weights.items():
@@ -56,7 +56,7 @@ def cumulated(*lengths: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 @pytest.mark.parametrize("text", [TINY, FULL], ids=["tiny", "full"])
-def test_equals_the_engine_and_transformers(text: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_engine_and_transformers(text: dict[str, Any], tmp_path: Path) -> None:
     weights = random_weights(text)
     write_checkpoint(tmp_path, weights, text, end_of_text_id=1, end_of_turn_id=2)
     tokens = tokens_of(text, 150)
@@ -92,7 +92,7 @@ def test_shards_are_small_and_dtypes_are_the_published_ones(tmp_path: Path) -> N
     assert all(name.startswith(("model.", "mtp.")) for name in tensors)
 
 
-def test_packed_sequences_are_alone() -> None:
+def test_packed_sequences_do_not_affect_each_other() -> None:
     model = Model(parsed(TINY), random_weights(TINY), dtype=torch.float32)
     lengths = (5, 130, 1, 64, 77)
     sequences = [tokens_of(TINY, length, seed) for seed, length in enumerate(lengths)]
@@ -106,7 +106,7 @@ def test_packed_sequences_are_alone() -> None:
         alone = model.hidden(tokens, alone_packed)
         torch.testing.assert_close(hidden[begin:end], alone, rtol=1e-4, atol=1e-5)
         for step, m_TH in enumerate(model.drafts(tokens, alone, alone_packed, 3)):
-            meant = len(tokens) - 1 - step  # further on, the chain reads the next sequence's tokens
+            meant = len(tokens) - 1 - step  # beyond this, the chain reads tokens of the next sequence
             if meant > 0:
                 torch.testing.assert_close(chain[step][begin : begin + meant], m_TH[:meant], rtol=1e-4, atol=1e-5)
         begin = end
@@ -145,7 +145,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy() -> None:
 
 
 class Steps:
-    """A trainer that sees the same short texts again and again."""
+    """A trainer on the same short texts in every step."""
 
     lengths = (40, 60, 28)
 
@@ -179,7 +179,7 @@ def test_gradients_reach_every_weight(trunk_gradient: float) -> None:
     assert [name for name, weight in trainer.weights.items() if weight.grad is None or not weight.grad.any()] == []
 
 
-def test_mtp_alone_moves_nothing_of_the_trunk_when_detached() -> None:
+def test_detached_mtp_training_does_not_change_the_trunk() -> None:
     trainer = Steps(Options(mtp_factor=0.0)).trainer, Steps(Options(mtp_factor=5.0)).trainer
     tokens, mask = tokens_of(TINY, 64), torch.full((64,), 2, dtype=torch.uint8)
     for each in trainer:
@@ -193,7 +193,7 @@ def test_mtp_alone_moves_nothing_of_the_trunk_when_detached() -> None:
 
 
 def test_the_chain_has_the_gradient_of_plain_attention() -> None:
-    """The kernels' log-sum-exp has no gradient of its own; the model makes up for it."""
+    """The kernels' log-sum-exp has no gradient; the model compensates for it."""
     model = Model(
         parsed(TINY), {name: weight.double() for name, weight in random_weights(TINY).items()}, dtype=torch.float64
     )
@@ -209,7 +209,7 @@ def test_the_chain_has_the_gradient_of_plain_attention() -> None:
         torch.testing.assert_close(ours_grad, plain_grad, rtol=1e-4, atol=1e-5)
 
 
-def test_goes_on_identically_after_a_save(tmp_path: Path) -> None:
+def test_training_resumes_identically_after_a_save(tmp_path: Path) -> None:
     options = Options(warmup=3)
     whole = Steps(options)
     whole.run(3)
@@ -244,7 +244,7 @@ def test_a_state_without_moments_warms_up_again(tmp_path: Path) -> None:
     assert (progress.step, progress.tokens, progress.steps_since_fresh_moments) == (9, 900, 0)
 
 
-def test_learning_rate_rises_stays_and_falls_to_zero() -> None:
+def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
     def factor(progress: float, steps: int) -> float:
         return learning_rate_factor(progress, steps, warmup=10, decay=0.4)
 
@@ -256,7 +256,7 @@ def test_learning_rate_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_evaluation_counts_answers_and_drafts() -> None:
-    """A model that has learnt one text by heart knows it, and another's answers not."""
+    """A model overfitted on one text predicts it, but not another text's answers."""
     steps = Steps(Options(warmup=1))
     steps.run(60)
     ids = (np.arange(60) * 7 % 50).astype(np.uint16)

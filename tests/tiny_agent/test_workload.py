@@ -1,5 +1,5 @@
-"""workloads/agentic.jsonl is what its command writes: live held-out sessions of every shape, few and short enough for
-`make replay`."""
+"""workloads/agentic.jsonl equals the output of its command: live held-out sessions of every shape, few and short enough
+for `make replay`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_half_of_each_group_thinks_and_every_shape_occurs(chosen: list[Example])
     assert all(workload.shapes(example) for example in chosen)
 
 
-def test_users_wait_a_little_before_each_turn_but_the_first(file: ReplayFile) -> None:
+def test_users_wait_before_each_turn_except_the_first(file: ReplayFile) -> None:
     for session in file.sessions:
         first, *others = session.turns
         assert (first.delay_ms, first.delay_kind) == (0, "start")
