@@ -161,21 +161,17 @@ class EngineClient(Protocol):
     def alive(self) -> bool:
         """False after the engine was closed or its loop ended, and while it sends no heartbeat. Every submit is refused
         then."""
-        ...
 
     def check_alive(self) -> None:
         """Raise EngineClosedError with the reason unless `alive`."""
-        ...
 
     def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """Submit and yield this request's events. Closing the iterator early aborts the request.
 
         Raises RequestError (from the first `anext`) when the request is refused."""
-        ...
 
     async def stats(self) -> dict[str, Any]:
         """JSON-ready counters of the whole engine, read between two steps (runtime/metrics.py lists them)."""
-        ...
 
 
 _LENGTH = struct.Struct(">I")

@@ -96,56 +96,46 @@ class Backend(Protocol):
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""
-        ...
 
     def linear(self, x_NH: Tensor, weight_OH: Weight) -> Tensor:
         """x W^T: [N, O] in x's dtype."""
-        ...
 
     def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
         """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra` appended; those are never
         rounded to 8 bits."""
-        ...
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
         """silu(gate) * up of the normed input, [N, I] in x's dtype. gate_up holds the rows of gate, then those of
         up."""
-        ...
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the
         result. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
         (group.py)."""
-        ...
 
     def add_experts(
         self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:
-        """residual + the mixture of experts of the normed residual: [N, H]. The residual may be overwritten. next_norm: as
-        in `add_linear`.
+        """residual + the mixture of experts of the normed residual: [N, H]. The residual may be overwritten. next_norm:
+        as in `add_linear`.
 
         With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate
         y) * shared expert(y), where an expert is down(silu(gate y) * up y). Weights are the softmax over ALL experts'
         router scores (float32), optionally normalised. Accumulation order is batch-invariant. Definition:
         kernels/reference/moe.py."""
-        ...
 
     def expert_sum(self, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
         """The term that `add_experts` adds to x: [N, H]. x is not modified."""
-        ...
 
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
         """The final norm: [N, H]. Row n is also stored to hidden_RH[write_rows_N[n]], in place. Rows may repeat only
         at SCRATCH_ROW."""
-        ...
 
     def logits(self, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
         """float32 [N, V] scores; minus infinity from token `num_real` on."""
-        ...
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """int64 [N]: argmax of each row, lowest id on ties. logits_NV: float32."""
-        ...
 
     # The MTP head
 
@@ -153,12 +143,10 @@ class Backend(Protocol):
         self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm
     ) -> Tensor:
         """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
-        ...
 
     def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
         the head is token o."""
-        ...
 
     # Mixers of a decode window
 
@@ -183,7 +171,6 @@ class Backend(Protocol):
             read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
         Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm).
         """
-        ...
 
     def attention_step(
         self,
@@ -208,7 +195,6 @@ class Backend(Protocol):
         Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must
         not be read, or must not affect the result.
         """
-        ...
 
     # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens are undefined and may be NaN;
     # nothing is stored for them
@@ -221,24 +207,20 @@ class Backend(Protocol):
 
         A span may save to the row that it reads, if no other span reads that row. Equal blocks give equal bits,
         whatever the batch and however the blocks are split over calls."""
-        ...
 
     def attention_prefill(
         self, projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
     ) -> Tensor:
         """`attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads the
         whole sequence's."""
-        ...
 
     def store_keys_values(
         self, projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
     ) -> None:
         """Only the stores of `attention_prefill`. projected_NK: [N, 2 G D], all k heads, then all v heads."""
-        ...
 
     def save_hidden(self, hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> None:
         """Store the hidden of each block's last token to the block's save rows, in place."""
-        ...
 
     # Integer bookkeeping of a step
 
@@ -247,7 +229,6 @@ class Backend(Protocol):
 
         slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
         repeat."""
-        ...
 
     def commit_window(
         self,
@@ -268,7 +249,6 @@ class Backend(Protocol):
         `publish_drafts` adds the drafts.
 
         chosen_BT: int64, the target's token after every column."""
-        ...
 
     def force_acceptance(
         self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
@@ -279,12 +259,10 @@ class Backend(Protocol):
         Draft i is accepted, whatever was chosen, if all earlier drafts are and the uniform of (seed, its position,
         token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Valid drafts
         that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
-        ...
 
     def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
         """Write the drafts of the next window, in place, to the active slots and to the last k columns of outcome_BF.
         drafts_Bk: int64."""
-        ...
 
     # Sampling
 
@@ -304,4 +282,3 @@ class Backend(Protocol):
         logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the
         table plus tokens 1..t. position_BT: int64, position of the sampled token. constrained: apply the table's
         masks; otherwise they are not read."""
-        ...

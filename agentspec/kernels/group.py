@@ -29,7 +29,6 @@ class Group(Protocol):
 
         The residual, which all ranks have alike, is overwritten. Every rank must call this as often, with as many
         tokens."""
-        ...
 
 
 class GatheredGroup:

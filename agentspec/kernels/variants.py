@@ -41,27 +41,22 @@ class KernelCompiler(Protocol):
 
     def use_machine(self, machine: Machine) -> None:
         """Compile for `machine` from now on, which this process need not have: for processes that launch nothing."""
-        ...
 
     def variants_of(self, work: Callable[[], None]) -> list[Variant]:
         """Return the variants that `work` launches, without duplicates, in the order of their first launches.
 
         work: runs on tensors of the device type "meta", which have no memory. Its kernels are not launched; kernels of
         other threads are."""
-        ...
 
     def missing(self, variants: Sequence[Variant]) -> list[Variant]:
         """Return the variants that are not in the compiler's cache."""
-        ...
 
     def compile_variant(self, variant: Variant) -> None:
         """Compile into the compiler's cache. Needs no device. Raises the compiler's errors."""
-        ...
 
     def cache_directory(self) -> str: ...
 
     def has_note(self, name: str) -> bool:
         """Whether `put_note` has stored a note of this name in the cache under this compiler version."""
-        ...
 
     def put_note(self, name: str) -> None: ...

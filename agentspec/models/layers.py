@@ -32,15 +32,12 @@ class Mixer(Protocol):
 
     def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
         """[N, P]: all that it needs of the normed input, token by token."""
-        ...
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
         """Mixed values [N, D] of every column of decode windows, slot by slot; writes to memory what its form says."""
-        ...
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         """Mixed values [N, D] of prompt tokens; writes what a page holds of each token, and the wanted states."""
-        ...
 
 
 def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:

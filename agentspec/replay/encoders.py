@@ -19,7 +19,6 @@ class Encoder(Protocol):
     @property
     def name(self) -> str:
         """Name of the encoder, for the report."""
-        ...
 
     def encode(self, text: str) -> array[int]: ...
 

@@ -35,11 +35,9 @@ class Choice(Protocol):
     @property
     def num_generated(self) -> int:
         """Tokens so far, including those whose text is still held back."""
-        ...
 
     def opening(self) -> list[Piece]:
         """Pieces before the generated ones."""
-        ...
 
     def tokens(self, event: TokensEvent) -> list[Piece]: ...
 
@@ -47,7 +45,6 @@ class Choice(Protocol):
 
     def whole(self, pieces: Sequence[Piece]) -> Piece:
         """The choice as it appears in a whole answer. pieces: all of its own, in order."""
-        ...
 
 
 class Answer:

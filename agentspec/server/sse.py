@@ -68,15 +68,12 @@ class Streamed(Protocol[_Item]):
 
     def opening(self) -> list[dict[str, Any]]:
         """Events before the generated ones; called once, at the first item."""
-        ...
 
     def convert(self, item: _Item, /) -> list[dict[str, Any]]:
         """The stream events for one item."""
-        ...
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         """The last events of a request that failed after the stream's head was sent."""
-        ...
 
 
 async def frames(

@@ -55,11 +55,9 @@ class TextWork(Protocol):
         skip_special_tokens: bool,
     ) -> None:
         """Store a finished turn: see PromptBuilder.remember."""
-        ...
 
     async def encode(self, texts: list[str], limit: TokenLimit, flow: Flow) -> list[array[int]]:
         """The ids of each text. Each text must keep to the limit."""
-        ...
 
 
 class ThreadedText:

@@ -39,18 +39,15 @@ class CallParser(Protocol):
     def push(self, text: str, *, final: bool = False) -> CallStep:
         """Parse more text. `final`: no text follows, and missing closing tags may be tolerated. Never returns MORE when
         final."""
-        ...
 
     def cut(self) -> CallStep:
         """End a truncated text (token limit, stop string), and return the events that are certain.
 
         MORE when the call had started: it stays open. Otherwise NOT_A_CALL with everything since the trigger."""
-        ...
 
     @property
     def call(self) -> ToolCall:
         """The complete call after DONE; the truncated call after a `cut` that returned MORE."""
-        ...
 
 
 class Dialect(Protocol):
@@ -63,12 +60,9 @@ class Dialect(Protocol):
     def keeps_argument_text(self) -> bool:
         """Whether templates write string arguments unchanged, so that rendering `ToolCall.as_written` reproduces the
         generated text."""
-        ...
 
     def triggers(self, tools: ToolSchemas) -> tuple[str, ...]:
         """Return the texts that may begin a call in content."""
-        ...
 
     def parser(self, index: int, tools: ToolSchemas, new_call_id: Callable[[], str]) -> CallParser:
         """Return a parser for the call with this index in the turn."""
-        ...
