@@ -196,16 +196,7 @@ def build(
     memory = settings.plan_memory(memory)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
-    executor = ModelExecutor(
-        model,
-        max_running=settings.max_running,
-        max_draft_tokens=settings.max_draft_tokens,
-        max_pages_per_slot=settings.max_pages(memory.max_length),
-        force_acceptance=config.force_acceptance,
-        allow_forced_output=config.allow_forced_output,
-        most_riders=MOST_RIDERS if most_riders is None else most_riders,
-        device=device,
-    )
+    executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
     policy, depths = (depth_policy, range(settings.max_draft_tokens + 1)) if depth_policy else settings.depth_policy()
     if ahead is not None:
         _await_kernels(ahead, settings, memory, progress)
@@ -236,15 +227,7 @@ def build(
     return Assembly(
         config=replace(config, max_running=settings.max_running),
         spec=spec,
-        info=ModelInfo(
-            model_id=spec.name,
-            vocab_size=spec.vocab_size,
-            max_context=memory.max_length,
-            stop_token_ids=spec.stop_token_ids,
-            draft_sources=executor.draft_sources,
-            max_running=settings.max_running,
-            forced_acceptance=config.force_acceptance,
-        ),
+        info=_model_info(settings, memory, executor),
         model=model,
         tokenizer=tokenizer,
         model_dir=model_dir,
@@ -258,6 +241,34 @@ def build(
         draft_vocabulary=draft_vocabulary,
         token_counts=token_counts,
         copies=copies,
+    )
+
+
+def _executor(
+    model: StepModel, settings: Settings, memory: MemoryPlan, device: torch.device, most_riders: int
+) -> ModelExecutor:
+    return ModelExecutor(
+        model,
+        max_running=settings.max_running,
+        max_draft_tokens=settings.max_draft_tokens,
+        max_pages_per_slot=settings.max_pages(memory.max_length),
+        force_acceptance=settings.config.force_acceptance,
+        allow_forced_output=settings.config.allow_forced_output,
+        most_riders=most_riders,
+        device=device,
+    )
+
+
+def _model_info(settings: Settings, memory: MemoryPlan, executor: ModelExecutor) -> ModelInfo:
+    spec = settings.spec
+    return ModelInfo(
+        model_id=spec.name,
+        vocab_size=spec.vocab_size,
+        max_context=memory.max_length,
+        stop_token_ids=spec.stop_token_ids,
+        draft_sources=executor.draft_sources,
+        max_running=settings.max_running,
+        forced_acceptance=settings.config.force_acceptance,
     )
 
 

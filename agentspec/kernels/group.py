@@ -45,10 +45,7 @@ class GatheredGroup:
         mine = partial_NH.float().contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(parts, mine, group=self._process_group)
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        residual_NH.copy_(residual_NH.float() + total)
+        residual_NH.copy_(residual_NH.float() + sum(parts[1:], parts[0]))
         return residual_NH, None if next_norm is None else reference.rms_norm(residual_NH, next_norm)
 
 

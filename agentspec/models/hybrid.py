@@ -44,8 +44,7 @@ class DecoderLayer:
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore) -> Tensor:
         """x plus the mixer's output; `core` runs between the mixer's projections."""
         projected_NP = self.mixer.project(x_NH, self.input_norm)
-        mixed_ND = core(self.mixer, projected_NP, memory)
-        return self._ops.add_linear(x_NH, mixed_ND, self.mixer.out_proj, self.post_norm)
+        return self._ops.add_linear(x_NH, core(self.mixer, projected_NP, memory), self.mixer.out_proj, self.post_norm)
 
 
 class MtpHead:

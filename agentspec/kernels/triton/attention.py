@@ -416,39 +416,12 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    projected_NP,
-    row_stride,
-    q_norm_D,
-    q_eps,
-    k_norm_D,
-    k_eps,
-    cos_LA,
-    sin_LA,
-    kv_P2SGD,
-    page_table_BP,
-    num_slots,
-    num_pages,
-    start_B,
-    scale,
-    queries_CMD,
-    sums_CMD,
-    scores_2CM,
-    T: tl.constexpr,
-    G: tl.constexpr,
-    SHARES: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, page_table_BP, num_slots,
+    num_pages, start_B, scale, queries_CMD, sums_CMD, scores_2CM, T: tl.constexpr, G: tl.constexpr,
+    SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     release_next(PDL)
     await_previous(PDL)
     units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)

@@ -212,32 +212,11 @@ def _last_rows(x, x_stride, count, past, channel, C: tl.constexpr):  # type: ign
 
 @triton.jit
 def _fold_blocks(  # type: ignore[no-untyped-def]
-    projected_NP,
-    x_stride,
-    ssm_RVDK,
-    ssm_stride,
-    conv_R3C,
-    conv_stride,
-    spans_UF,
-    blocks_MF,
-    keys_METK,
-    values_MVTD,
-    gates_MVGT,
-    w_MVTK,
-    reads_MVTT,
-    out_NX,
-    V: tl.constexpr,
-    REPEATS: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected_NP, x_stride, ssm_RVDK, ssm_stride, conv_R3C, conv_stride, spans_UF, blocks_MF, keys_METK, values_MVTD,
+    gates_MVGT, w_MVTK, reads_MVTT, out_NX, V: tl.constexpr, REPEATS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr, PADDED_D: tl.constexpr, PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A program has BLOCK_D value dims of a value head of one span. It also has BLOCK_C channels of the convolution's
     state, which it only copies."""
     release_next(PDL)

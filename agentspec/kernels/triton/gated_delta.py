@@ -238,34 +238,11 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gated_delta_step(  # type: ignore[no-untyped-def]
-    projected_NP,
-    x_stride,
-    conv_C4,
-    a_log_V,
-    dt_bias_V,
-    norm_D,
-    eps,
-    ssm_RVDK,
-    ssm_stride,
-    conv_R3C,
-    conv_stride,
-    read_row_B,
-    write_rows_BT,
-    o_NVD,
-    out_NVD,
-    counters,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    REPEATS: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected_NP, x_stride, conv_C4, a_log_V, dt_bias_V, norm_D, eps, ssm_RVDK, ssm_stride, conv_R3C, conv_stride,
+    read_row_B, write_rows_BT, o_NVD, out_NVD, counters, T: tl.constexpr, V: tl.constexpr, REPEATS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, IS_SILU: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     release_next(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
     C: tl.constexpr = 2 * KEY_HEADS * K + V * D

@@ -95,34 +95,11 @@ def _extra_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "ahead", "release"])
 def linear_kernel(  # type: ignore[no-untyped-def]
-    out_ptr,
-    x_ptr,
-    x_stride,
-    weight_ptr,
-    scales_ptr,
-    extra_ptr,
-    norm_ptr,
-    eps,
-    residual_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    num_tokens,
-    num_outputs,
-    num_extra,
-    depth,
-    ahead,
-    release,
-    BLOCK_ROWS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EXTRA_O: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    RUNNING: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, x_ptr, x_stride, weight_ptr, scales_ptr, extra_ptr, norm_ptr, eps, residual_ptr, partial_ptr, arrivals_ptr,
+    num_tokens, num_outputs, num_extra, depth, ahead, release, BLOCK_ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, EXTRA_O: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, RUNNING: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     program, row_size = tl.program_id(0), num_outputs
     if extra_ptr is not None:
         # These programs come first: each of them takes longest.

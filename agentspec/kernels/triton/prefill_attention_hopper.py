@@ -217,27 +217,10 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=prefill_line.NOT_SPECIALIZED)
 def attend(  # type: ignore[no-untyped-def]
-    queries_NQD,
-    projected_NP,
-    row_stride,
-    pool,
-    page_table_UP,
-    num_pages,
-    spans_UF,
-    line_4I,
-    most_tiles,
-    cuts_2C,
-    scale,
-    sums_CMD,
-    scores_2CM,
-    out_NX,
-    G: gl.constexpr,
-    SHARES: gl.constexpr,
-    D: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    queries_NQD, projected_NP, row_stride, pool, page_table_UP, num_pages, spans_UF, line_4I, most_tiles, cuts_2C,
+    scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK_M: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
     """The kernel of prefill_attention._attend; BLOCK_M is 128, D a power of two."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]

@@ -258,31 +258,11 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    weights_ptr,
-    gates_ptr,
-    normed_ptr,
-    normed_scales_ptr,
-    parts_ptr,
-    squares_ptr,
-    x_ptr,
-    x_stride,
-    norm_ptr,
-    shared_gate_ptr,
-    eps,
-    num_tokens,
-    num_rows,
-    num_experts,
-    H: tl.constexpr,
-    J: tl.constexpr,
-    C: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids_ptr, weights_ptr, gates_ptr, normed_ptr, normed_scales_ptr, parts_ptr, squares_ptr, x_ptr, x_stride, norm_ptr,
+    shared_gate_ptr, eps, num_tokens, num_rows, num_experts, H: tl.constexpr, J: tl.constexpr, C: tl.constexpr,
+    SPLIT: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """Program (n, 0) stores token n's normed row and gate; program (n, 1) chooses its experts, lower id on ties. Rows
     after the tokens are the padding of 8-bit rows."""
     release_next(PDL)
