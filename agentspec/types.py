@@ -10,6 +10,7 @@ import enum
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
@@ -24,9 +25,15 @@ FAIR_COST = 0.05
 MAX_STOP_CHARACTERS = 1024
 """Maximum length of a stop string. Text that may be the beginning of one is held back."""
 
-MAX_WINDOW = 8
-"""Maximum columns of a window. The decode step's kernels hold them in registers: compiled for Hopper, the recurrent
-kernel takes 251 of 255 registers at 8 columns, and spills at 16."""
+MAX_WINDOW = 16
+"""Maximum columns of a window, for a model whose slots have rings."""
+
+MAX_ROWS_WINDOW = 8
+"""Maximum columns of a window in which each has a state row. The decode step's kernel holds such a window in registers:
+compiled for Hopper, it takes 251 of 255 registers at 8 columns, and spills at 16."""
+
+FOLD_TOKENS = 16
+"""Most tokens between two states that a running request stores, if it has a ring."""
 
 MOST_RIDERS = 128
 """Maximum number of rows (windows and padding) that decode windows add to a prefill pass. An H100 reads all weights of
@@ -59,12 +66,33 @@ def no_progress(stage: str, done: int, total: int) -> None:
     """A Progress that does nothing."""
 
 
-def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
+def most_drafts(block_tokens: int = BLOCK_TOKENS, *, has_ring: bool = False) -> int:
     """The maximum number of drafts per step, by the size of a block.
 
     The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two
     rolling checkpoints must not lie beyond it."""
-    return min(block_tokens // 2, MAX_WINDOW) - 1
+    return min(block_tokens // 2, MAX_WINDOW if has_ring else MAX_ROWS_WINDOW) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """Sizes of the rings in which running requests keep what their latest tokens added to the state."""
+
+    fold_tokens: int
+    """F: a state is stored where a sequence crosses a multiple of F. F divides a block, and a window has at most F
+    columns, so no window crosses two multiples."""
+    capacity: int
+    """C: entries of a slot's ring. The entry of position p is at p % C."""
+
+    @classmethod
+    def of(cls, width: int, block_tokens: int = BLOCK_TOKENS) -> Self:
+        """The smallest rings for windows of up to `width` columns.
+
+        At the start of a step, at most F - 1 + width tokens follow the state that a slot reads; the window adds
+        width. The convolution also reads the three entries before them."""
+        fold_tokens = min(FOLD_TOKENS, block_tokens // 2)
+        assert width <= fold_tokens, f"a window of {width} columns may cross two multiples of {fold_tokens}"
+        return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width + 2)
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:
@@ -72,10 +100,10 @@ def tokens(ids: Iterable[int] = ()) -> array[int]:
     return array("i", ids)
 
 
-def rows_of_request(max_draft_tokens: int) -> int:
-    """Number of state rows of a running request: one for the state after each column of its window, and the spare
-    rows."""
-    return max_draft_tokens + 1 + NUM_SPARE_ROWS
+def rows_of_request(max_draft_tokens: int, *, has_ring: bool = False) -> int:
+    """Number of state rows of a running request: one for the state after each column of its window, or only one if its
+    slot has a ring; and the spare rows."""
+    return (1 if has_ring else max_draft_tokens + 1) + NUM_SPARE_ROWS
 
 
 class CheckpointKind(enum.IntEnum):

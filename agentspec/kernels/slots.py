@@ -22,16 +22,23 @@ from torch import Tensor
 
 Array = TypeVar("Array", Tensor, npt.NDArray[Any])
 
-ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, TOKENS = 0, 1, 2, 3, 4, 6, 8
-"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the
-slot's scalars."""
+ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, READ_LENGTH, NUM_COPIES = (
+    0, 1, 2, 3, 4, 6, 8, 9
+)  # fmt: skip
+"""First columns of SlotState's scalars."""
+TOKENS = 16
+"""First column of SlotState's tokens, after its scalars: a power of two, for kernels. The write rows follow the W
+tokens."""
 LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 """First columns of SlotLimits' fields."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
 """Columns of `sampling_SF`. Top-p off is infinity (with 1.0, the rounding of a cumulative sum could cut the tail);
 min-p off is a log min-p of minus infinity."""
-NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
-"""First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens, then by the k drafts."""
+NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, NUM_OFFERED_COPIES = range(5)
+"""First columns of OutcomeRows' fields."""
+SCALARS = 8
+"""First column of OutcomeRows' copy of the slot's scalars: a power of two, for kernels. The T tokens follow them, then
+the k drafts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +50,13 @@ class SlotState(Generic[Array]):
     length_B: Array
     """Tokens in the committed state. Written by join and the step."""
     read_row_B: Array
-    """Row that holds that state."""
+    """Row that holds that state; for a slot with a ring, the state that the ring starts from."""
+    read_length_B: Array
+    """Tokens in the state of the read row: the length, and for a slot with a ring at most that."""
     num_valid_drafts_B: Array
     """Number of leading draft columns that were drafted for this prefix. Later columns are stale."""
+    num_copies_B: Array
+    """Number of the valid drafts that are copies: the last ones."""
     checkpoint_rows_B2: Array
     """Rows of the newer and the older rolling checkpoint, or spare rows not yet used as one."""
     checkpoint_lens_B2: Array
@@ -53,7 +64,8 @@ class SlotState(Generic[Array]):
     tokens_BW: Array
     """Column 0: the last emitted token, which is not yet in the state. Then drafts. Padding 0."""
     write_rows_BW: Array
-    """The request's own rows. Padding SCRATCH_ROW."""
+    """The request's own rows. Padding SCRATCH_ROW. A slot with a ring uses column 0 only: the row that the next state
+    is stored to."""
 
     @staticmethod
     def num_fields(width: int) -> int:
@@ -67,9 +79,11 @@ class SlotState(Generic[Array]):
             active_B=rows_BF[:, ACTIVE],
             length_B=rows_BF[:, LENGTH],
             read_row_B=rows_BF[:, READ_ROW],
+            read_length_B=rows_BF[:, READ_LENGTH],
             num_valid_drafts_B=rows_BF[:, NUM_VALID_DRAFTS],
+            num_copies_B=rows_BF[:, NUM_COPIES],
             checkpoint_rows_B2=rows_BF[:, CHECKPOINT_ROWS:CHECKPOINT_LENS],
-            checkpoint_lens_B2=rows_BF[:, CHECKPOINT_LENS:TOKENS],
+            checkpoint_lens_B2=rows_BF[:, CHECKPOINT_LENS:READ_LENGTH],
             tokens_BW=rows_BF[:, TOKENS:first_row],
             write_rows_BW=rows_BF[:, first_row:],
         )
@@ -111,6 +125,8 @@ class OutcomeRows(Generic[Array]):
     """Accepted drafts, after the cut at stop ids and the length limit."""
     num_offered_B: Array
     """Valid drafts in the window."""
+    num_offered_copies_B: Array
+    """Valid drafts in the window that are copies: the last ones."""
     stop_B: Array
     """STOP_RUNNING, STOP_ID or STOP_LENGTH."""
     length_B: Array
@@ -136,10 +152,11 @@ class OutcomeRows(Generic[Array]):
             num_emitted_B=rows_BF[:, NUM_EMITTED],
             num_accepted_B=rows_BF[:, NUM_ACCEPTED],
             num_offered_B=rows_BF[:, NUM_OFFERED],
+            num_offered_copies_B=rows_BF[:, NUM_OFFERED_COPIES],
             stop_B=rows_BF[:, STOP],
             length_B=rows_BF[:, SCALARS + LENGTH],
             checkpoint_rows_B2=rows_BF[:, SCALARS + CHECKPOINT_ROWS : SCALARS + CHECKPOINT_LENS],
-            checkpoint_lens_B2=rows_BF[:, SCALARS + CHECKPOINT_LENS : first_token],
+            checkpoint_lens_B2=rows_BF[:, SCALARS + CHECKPOINT_LENS : SCALARS + READ_LENGTH],
             scalars_BF=rows_BF[:, SCALARS:first_token],
             tokens_BT=rows_BF[:, first_token : first_token + num_drafts + 1],
             drafts_Bk=rows_BF[:, first_token + num_drafts + 1 :],
@@ -165,6 +182,28 @@ class SamplingTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RingWindow:
+    """Where the windows of slots with rings read and write state.
+
+    With b the read length, f the fold length and s the start: a forward takes the state after b tokens from the read
+    row, and advances it by the entries of positions b..s-1. On its way it stores the state after f tokens to the fold
+    row, where f > b. What the window's columns add to the state goes to their entries."""
+
+    slot_B: Tensor
+    """int64. The slot, which is also the number of its ring."""
+    start_B: Tensor
+    """int64. Position of column 0; 0 for an inert slot."""
+    read_length_B: Tensor
+    """int64. 0 for an inert slot. May be start + 1 in a first step, which runs no forward."""
+    fold_length_B: Tensor
+    """int64. The last multiple of F up to the start if that is above the read length, otherwise the read length."""
+    fold_row_B: Tensor
+    """int64. SCRATCH_ROW where nothing is folded."""
+    entries_BT: Tensor
+    """int64. slot * C + position % C for each column: the place of its entry among all slots' entries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
     """Inputs of a forward, gathered from the slots. An inert slot reads the zero row at length 0 and writes to
     scratch."""
@@ -176,9 +215,11 @@ class Window:
     read_row_B: Tensor
     """int64. ZERO_ROW for an inert slot."""
     write_rows_BT: Tensor
-    """int64. SCRATCH_ROW for an inert slot."""
+    """int64. SCRATCH_ROW for an inert slot; throughout, if the slots have rings."""
     page_table_BP: Tensor
     """int32. SCRATCH_PAGE for an inert slot."""
+    ring: RingWindow | None = None
+    """None: every column's whole state goes to its write row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
