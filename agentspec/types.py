@@ -89,10 +89,10 @@ class RingShape:
         """The smallest rings for windows of up to `width` columns.
 
         At the start of a step, at most F - 1 + width tokens follow the state that a slot reads; the window adds
-        width. The convolution also reads the three entries before them."""
+        width."""
         fold_tokens = min(FOLD_TOKENS, block_tokens // 2)
         assert width <= fold_tokens, f"a window of {width} columns may cross two multiples of {fold_tokens}"
-        return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width + 2)
+        return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width - 1)
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:
@@ -263,4 +263,6 @@ class ModelSpec:
     """Size of a state row over all layers: recurrent state, conv rows and the hidden column."""
     page_bytes: int
     """Size of a KV page over all attention layers and the MTP layer."""
+    entry_bytes: int = 0
+    """Size of one token's entry in a slot's ring, over all layers. 0: the model can't use rings."""
     block_tokens: int = BLOCK_TOKENS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
+from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig, StateForm
 from agentspec.errors import ConfigError
 from agentspec.types import FAIR_COST, most_drafts
 
@@ -254,9 +254,16 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         group,
         "--draft-tokens",
         "K|auto",
-        f"drafts per step, 0 to {most_drafts()}",
+        f"drafts per step, 0 to {most_drafts()} (with --state-form ring to {most_drafts(has_ring=True)})",
         default="auto",
         kind=_number_or_auto,
+    )
+    group.add_argument(
+        "--state-form",
+        choices=get_args(StateForm),
+        default="auto",
+        help="what running requests store of their latest tokens: a state after each (rows), or what each added to the "
+        "state (ring): less memory, wider windows, same tokens (default: rows)",
     )
     _add_number(
         group,
@@ -339,6 +346,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         dtype=args.dtype,
         draft_tokens=args.draft_tokens,
+        state_form=args.state_form,
         draft_vocab_size=args.draft_vocab,
         draft_precision=args.draft_precision,
         token_counts=args.token_counts,

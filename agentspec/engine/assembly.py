@@ -160,6 +160,7 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
         max_draft_tokens=settings.max_draft_tokens,
         depths=settings.depth_policy()[1],
         max_pages_per_slot=settings.max_pages(spec.max_context) if max_pages is None else max_pages,
+        ring=settings.ring,
         force_acceptance=config.force_acceptance,
         allow_forced_output=config.allow_forced_output,
     )
@@ -194,7 +195,7 @@ def build(
     )
     draft_vocabulary = _limit_drafts(model, settings, {} if token_counts is None else token_counts.known, tokenizer)
     memory = settings.plan_memory(memory)
-    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
+    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages, rings=settings.rings)
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
     executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
     policy, depths = (depth_policy, range(settings.max_draft_tokens + 1)) if depth_policy else settings.depth_policy()
@@ -213,6 +214,7 @@ def build(
         prefix_cache=config.prefix_cache,
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
+        has_ring=settings.ring is not None,
         pace=settings.pace() if pace is None else pace,
         hold_seconds=config.session_hold_seconds,
         fair_cost=config.fair_cost,
@@ -255,6 +257,7 @@ def _executor(
         force_acceptance=settings.config.force_acceptance,
         allow_forced_output=settings.config.allow_forced_output,
         most_riders=most_riders,
+        ring=settings.ring,
         device=device,
     )
 

@@ -14,6 +14,7 @@ import torch
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.errors import ConfigError
+from agentspec.models.state import Rings
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
@@ -21,7 +22,7 @@ from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPa
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.ride import ride_graph_bytes
 from agentspec.runtime.step_loop import DepthPolicy
-from agentspec.types import MOST_RIDERS, ModelSpec
+from agentspec.types import MOST_RIDERS, ModelSpec, RingShape
 
 CPU_MAX_RUNNING = 8
 """Slots that `max_running=auto` chooses on a CPU, and the fewest on a GPU."""
@@ -69,8 +70,21 @@ class Settings:
             lambda num_slots: replace(settings, max_running=num_slots)._memory_bytes(),
             max_draft_tokens=settings.max_draft_tokens,
             least=CPU_MAX_RUNNING,
+            ring=settings.ring,
         )
         return replace(settings, max_running=num_slots)
+
+    @property
+    def ring(self) -> RingShape | None:
+        """Sizes of the slots' rings; None: slots have none, and every column of a window has a state row."""
+        if self.config.state_form != "ring":
+            return None
+        return RingShape.of(self.max_draft_tokens + 1, self.spec.block_tokens)
+
+    @property
+    def rings(self) -> Rings | None:
+        """The rings to allocate, with one for the padding slot."""
+        return None if self.ring is None else Rings(self.max_running + 1, self.ring.capacity)
 
     @property
     def why_eager(self) -> str | None:
@@ -107,6 +121,7 @@ class Settings:
             memory_bytes=self._memory_bytes(),
             max_running=self.max_running,
             max_draft_tokens=self.max_draft_tokens,
+            ring=self.ring,
         )
         if given is None and config.max_context is not None and memory.max_length < config.max_context:
             raise ConfigError(
@@ -187,6 +202,8 @@ def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype
 
 def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     rates = config.force_acceptance
+    if config.state_form == "ring" and not spec.entry_bytes:
+        raise ConfigError("state_form", "ring", f"{spec.name} has layers that store whole states only")
     if config.draft_tokens != "auto":
         num_drafts = config.draft_tokens
     elif spec.has_mtp:

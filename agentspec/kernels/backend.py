@@ -22,8 +22,9 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from agentspec.kernels.prefill_batch import PrefillBatch
-from agentspec.kernels.slots import Commit, SamplingTable, Window
+from agentspec.kernels.slots import Commit, RingWindow, SamplingTable, Window
 from agentspec.kernels.weights import Weight
+from agentspec.types import RingShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,21 @@ class DeltaWeights:
     """float32, plain gain."""
     eps: float
     gate: Literal["silu", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRing:
+    """The rings of one Gated DeltaNet layer: for each slot, what its latest tokens added to the state. The entry of
+    position p is at p % C. S slots, C entries, G key heads."""
+
+    key_SCGK: Tensor
+    """float32, L2-normalised."""
+    delta_SCVD: Tensor
+    """float32. The state after a token is decay * state + delta key^T."""
+    decay_SCV: Tensor
+    """float32."""
+    conv_SCX: Tensor
+    """[S, C, conv channels]: inputs of the convolution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +188,26 @@ class Backend(Protocol):
         Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm).
         """
 
+    def gated_delta_ring_step(
+        self,
+        projected_NP: Tensor,
+        weights: DeltaWeights,
+        ssm_RVDK: Tensor,
+        conv_R3C: Tensor,
+        ring: DeltaRing,
+        read_row_B: Tensor,
+        window: RingWindow,
+    ) -> Tensor:
+        """`gated_delta_step` for slots with rings: [N, V * D].
+
+        Advances the state in the read row by the ring's entries from the read length to the start, then by the window.
+        Stores the state at the fold length to the fold row (which may be the read row), and the window's entries to the
+        ring, in place. Definition: kernels/reference/gated_delta_ring.py."""
+
+    def fold_hidden(self, hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> None:
+        """For slots with rings: store the hidden of the last token before the fold length to the fold row, in place.
+        hidden_SCH: rings of hiddens, [S, C, H]."""
+
     def attention_step(
         self,
         projected_NP: Tensor,
@@ -224,8 +260,15 @@ class Backend(Protocol):
 
     # Integer bookkeeping of a step
 
-    def open_window(self, slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
-        """Gather the forward's inputs from the slots.
+    def open_window(
+        self,
+        slots_SF: Tensor,
+        page_table_SP: Tensor,
+        slot_ids_B: Tensor,
+        num_columns: int,
+        ring: RingShape | None = None,
+    ) -> Window:
+        """Gather the forward's inputs from the slots. ring: sizes of the slots' rings; None: they have none.
 
         slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
         repeat."""
@@ -238,6 +281,7 @@ class Backend(Protocol):
         chosen_BT: Tensor,
         *,
         block_tokens: int,
+        ring: RingShape | None = None,
     ) -> Commit:
         """Decide how many tokens of each slot's window are accepted, and update its pointers, in place in slots_SF (an
         inert slot is not changed).
@@ -245,7 +289,10 @@ class Backend(Protocol):
         Acceptance: the leading valid drafts that equal the target's tokens, cut after the first stop id and at the
         length limit. read_row becomes the write row of the last accepted column. Where the length crosses a multiple
         of block_tokens, the write row at that boundary becomes the newer rolling checkpoint, and the row of the older
-        checkpoint replaces it among the write rows. Column 0 of the next window is the last emitted token;
+        checkpoint replaces it among the write rows. With rings, the state that this step's forward has folded becomes
+        the read row instead, and at a block boundary the newer checkpoint (reference/window.py).
+
+        Column 0 of the next window is the last emitted token;
         `publish_drafts` adds the drafts.
 
         chosen_BT: int64, the target's token after every column."""

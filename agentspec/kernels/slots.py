@@ -215,7 +215,7 @@ class Window:
     read_row_B: Tensor
     """int64. ZERO_ROW for an inert slot."""
     write_rows_BT: Tensor
-    """int64. SCRATCH_ROW for an inert slot; throughout, if the slots have rings."""
+    """int64. SCRATCH_ROW for an inert slot. Not used if the slots have rings."""
     page_table_BP: Tensor
     """int32. SCRATCH_PAGE for an inert slot."""
     ring: RingWindow | None = None

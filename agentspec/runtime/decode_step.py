@@ -46,17 +46,16 @@ class Forward(Enum):
     """The step runs the target forward."""
     PREFILLED = auto()
     """The first step of slots that have just joined. Prefill has already computed column 0, and its hidden is in the
-    first write row. There are no drafts yet, so the other columns don't matter; what the MTP layer writes for them is
+    read row. There are no drafts yet, so the other columns don't matter; what the MTP layer writes for them is
     overwritten later, like that of rejected drafts."""
     RIDDEN = auto()
-    """The windows were verified in a prompt pass (`open_windows`), which left every column's hidden in its write
-    row."""
+    """The windows were verified in a prompt pass (`open_windows`), which stored every column's hidden."""
 
 
 def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
     """Gather what the target forward of the slots' next step reads. Changes nothing."""
     return kernels.backend(buffers.device).open_window(
-        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1
+        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1, buffers.ring
     )
 
 
@@ -68,6 +67,7 @@ def verify_batch(window: Window) -> VerifyBatch:
         read_row_B=window.read_row_B,
         write_rows_BT=window.write_rows_BT,
         page_table_BP=window.page_table_BP,
+        ring=window.ring,
     )
 
 
@@ -96,7 +96,12 @@ def decode_step(
     # Verify: the target chooses a token after every column. A draft is accepted as long as it and all before it match.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
     commit = ops.commit_window(
-        buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens
+        buffers.slots_SF,
+        buffers.sampling.limits_SF,
+        slot_ids_B,
+        chosen_BT,
+        block_tokens=buffers.block_tokens,
+        ring=buffers.ring,
     )
     if sampled:
         count_emitted(buffers.sampling.counts_SV, slot_ids_B, commit.outcome_BF)
@@ -113,10 +118,9 @@ def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
     """The target's hidden of the last emitted token and of each draft after it."""
     if forward is Forward.RUN:
         return model.verify(verify_batch(window))
-    num_slots, num_columns = window.tokens_BT.shape
     if forward is Forward.PREFILLED:
-        return model.read_hidden(window.write_rows_BT[:, 0])[:, None].repeat(1, num_columns, 1)
-    return model.read_hidden(window.write_rows_BT.flatten()).view(num_slots, num_columns, -1)
+        return model.read_hidden(window.read_row_B)[:, None].repeat(1, window.tokens_BT.shape[1], 1)
+    return model.window_hidden(verify_batch(window))
 
 
 def score_result(result: StepResult) -> ScoreRows:

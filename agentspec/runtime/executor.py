@@ -51,7 +51,7 @@ from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
-from agentspec.types import Progress, most_drafts, no_progress
+from agentspec.types import Progress, RingShape, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
@@ -111,13 +111,15 @@ class ModelExecutor:
         force_acceptance: tuple[float, ...] | None = None,
         allow_forced_output: bool = False,
         most_riders: int = 0,
+        ring: RingShape | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may
-        write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides.
+        write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides. ring: sizes
+        of the slots' rings, with which the model's pools were allocated; None: it has no rings.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
-        if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens)):
+        if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens, has_ring=ring is not None)):
             raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {most}")
         if max_draft_tokens > 0 and not model.spec.has_mtp:
             raise ConfigError(
@@ -148,6 +150,7 @@ class ModelExecutor:
                 vocab_size=model.spec.vocab_size,
                 num_model_stop_ids=len(model.spec.stop_token_ids),
                 block_tokens=model.spec.block_tokens,
+                ring=ring,
                 device=self._device,
             )
             is_forced = allow_forced_output or force_acceptance is not None

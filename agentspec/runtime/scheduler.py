@@ -43,6 +43,7 @@ class Scheduler:
         metrics: EngineMetrics,
         max_running: int,
         max_draft_tokens: int,
+        has_ring: bool = False,
         pace: Pace,
         block_tokens: int,
         row_bytes: int,
@@ -54,6 +55,7 @@ class Scheduler:
         self._fair = fair
         self._metrics = metrics
         self._max_draft_tokens = max_draft_tokens
+        self._rows_of_request = rows_of_request(max_draft_tokens, has_ring=has_ring)
         self._pace = pace
         self._block = block_tokens
         self._row_bytes = row_bytes
@@ -281,7 +283,7 @@ class Scheduler:
         lease = self.cache.acquire(match, session_id=request.submit.session_id)
         rows = None
         if self.cache.grow_pages(lease, pages):
-            rows = self.cache.take_rows(lease, rows_of_request(self._max_draft_tokens))
+            rows = self.cache.take_rows(lease, self._rows_of_request)
         # A preempted request leaves each running one a page to grow into; otherwise it would be preempted again at
         # once.
         margin = len(self._running) if request.preemptions else 0

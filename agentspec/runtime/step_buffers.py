@@ -26,7 +26,7 @@ from agentspec.kernels import slots as layout
 from agentspec.kernels.slots import SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, RingShape, SamplingParams
 
 _MAX_REQUEST_STOP_IDS = 16
 
@@ -47,6 +47,8 @@ class StepBuffers:
     sampler, and the step (limits)."""
     block_tokens: int
     """Tokens in a page; checkpoints stand at multiples of it."""
+    ring: RingShape | None = None
+    """Sizes of the slots' rings; None: every column of a window has a row."""
 
     @classmethod
     def allocate(
@@ -58,6 +60,7 @@ class StepBuffers:
         vocab_size: int,
         num_model_stop_ids: int,
         block_tokens: int,
+        ring: RingShape | None = None,
         device: torch.device,
     ) -> Self:
         num_slots, width = max_running + 1, max_draft_tokens + 1
@@ -87,6 +90,7 @@ class StepBuffers:
                 mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
             ),
             block_tokens=block_tokens,
+            ring=ring,
         )
 
     @property
@@ -134,9 +138,10 @@ class StepBuffers:
     def _slot_rows(self, joins: Sequence[SlotJoin]) -> Rows:
         rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
         slot = SlotState.of(rows_JF)
+        num_rows = self.width if self.ring is None else 1
         for join in joins:
-            assert len(join.rows.write) == self.width, (
-                f"slot {join.slot} needs {self.width} write rows, has {len(join.rows.write)}"
+            assert len(join.rows.write) == num_rows, (
+                f"slot {join.slot} needs {num_rows} write rows, has {len(join.rows.write)}"
             )
             assert join.length + 1 < join.length_limit, (
                 f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
@@ -144,10 +149,12 @@ class StepBuffers:
         slot.active_B[:] = 1
         slot.length_B[:] = [join.length for join in joins]
         slot.read_row_B[:] = [join.rows.prompt for join in joins]
+        slot.read_length_B[:] = [join.length + 1 for join in joins]
         slot.checkpoint_rows_B2[:] = [(join.rows.newer, join.rows.older) for join in joins]
         slot.checkpoint_lens_B2[:, 0] = [join.checkpoint_length for join in joins]
         slot.tokens_BW[:, 0] = [join.last_token for join in joins]
-        slot.write_rows_BW[:] = [join.rows.write for join in joins]
+        slot.write_rows_BW[:] = SCRATCH_ROW
+        slot.write_rows_BW[:, :num_rows] = [join.rows.write for join in joins]
         return rows_JF
 
     def _limits_rows(self, joins: Sequence[SlotJoin]) -> Rows:

@@ -172,6 +172,7 @@ def new_step_loop(
     prefix_cache: bool = True,
     max_running: int,
     max_draft_tokens: int,
+    has_ring: bool = False,
     pace: Pace,
     hold_seconds: float,
     fair_cost: float,
@@ -186,8 +187,10 @@ def new_step_loop(
     """A step loop with its scheduler and its cache.
 
     num_rows, num_pages: of the device's pools, with reserved ones. cache_bytes: bound on rows and pages together; None:
-    each pool is its own bound. fair_cost: see FairShare. clock: seconds. The rest as for StepLoop."""
-    own_rows, row_bytes, page_bytes = running_rows(max_running, max_draft_tokens), spec.row_bytes, spec.page_bytes
+    each pool is its own bound. has_ring: slots have rings. fair_cost: see FairShare. clock: seconds. The rest as for
+    StepLoop."""
+    own_rows = running_rows(max_running, max_draft_tokens, has_ring=has_ring)
+    row_bytes, page_bytes = spec.row_bytes, spec.page_bytes
     cache = HybridCache(
         num_rows=num_rows,
         num_pages=num_pages,
@@ -214,6 +217,7 @@ def new_step_loop(
         metrics=metrics,
         max_running=max_running,
         max_draft_tokens=max_draft_tokens,
+        has_ring=has_ring,
         pace=pace,
         block_tokens=spec.block_tokens,
         row_bytes=row_bytes,

@@ -20,6 +20,7 @@ from agentspec.kernels.reference.fused import (
     rms_norm,
     store_keys_values,
 )
+from agentspec.kernels.reference.gated_delta_ring import fold_hidden, gated_delta_ring_step
 from agentspec.kernels.reference.hidden import save_hidden
 from agentspec.kernels.reference.sampling import sample
 from agentspec.kernels.reference.window import commit_window, force_acceptance, open_window, publish_drafts
@@ -33,8 +34,10 @@ __all__ = [
     "commit_window",
     "draft_argmax",
     "expert_sum",
+    "fold_hidden",
     "force_acceptance",
     "gated_delta_prefill",
+    "gated_delta_ring_step",
     "gated_delta_step",
     "linear",
     "logits",
