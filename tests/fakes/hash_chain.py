@@ -168,7 +168,7 @@ class HashChainModel:
         num_entries = 0 if rings is None else rings.num_slots * rings.capacity
         self.entries_E3 = torch.full((num_entries, 3), _POISON, device=self._device)
         """What each token added to s, and its h and c."""
-        self._capacity = 0 if rings is None else rings.capacity
+        self.ring_capacity = 0 if rings is None else rings.capacity
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         return (self.rows_R3,)
@@ -204,9 +204,9 @@ class HashChainModel:
         row_B3, ring = self.rows_R3.index_select(0, batch.read_row_B), batch.ring
         if ring is None:
             return row_B3
-        offset_C = self._position[: self._capacity]
+        offset_C = self._position[: self.ring_capacity]
         position_BC = ring.read_length_B[:, None] + offset_C
-        entry_BC3 = self.entries_E3[ring.slot_B[:, None] * self._capacity + position_BC % self._capacity]
+        entry_BC3 = self.entries_E3[ring.slot_B[:, None] * self.ring_capacity + position_BC % self.ring_capacity]
 
         def advanced(length_B: Tensor) -> Tensor:
             is_before_BC1 = (position_BC < length_B[:, None])[..., None]
