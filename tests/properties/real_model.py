@@ -32,7 +32,14 @@ from agentspec.engine.in_process import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
-from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
+from agentspec.types import (
+    BLOCK_TOKENS,
+    Breakpoint,
+    CheckpointKind,
+    FinishReason,
+    SamplingParams,
+    rows_of_request,
+)
 from agentspec.wire import FinishEvent, Submit, TokensEvent
 from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -129,6 +136,8 @@ class EngineSetup:
     """Share of requests that continue past the model's stop ids."""
     forced_share: float = 0.0
     """Share of requests with a forced output."""
+    has_ring: bool = False
+    """Slots have rings."""
 
     @classmethod
     def random(cls, rng: random.Random, *, tight: bool = False) -> EngineSetup:
@@ -161,6 +170,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
         model,
         config=EngineConfig(
             draft_tokens=k,
+            state_form="ring" if setup.has_ring else "rows",
             prefix_cache=setup.prefix_cache,
             overlap=setup.overlap,
             max_running=setup.max_running,
@@ -168,7 +178,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
             allow_forced_output=setup.forced_share > 0,
         ),
         memory=MemoryPlan(
-            num_rows=2 + setup.max_running * (k + 3) + setup.spare_rows,
+            num_rows=2 + setup.max_running * rows_of_request(k, has_ring=setup.has_ring) + setup.spare_rows,
             num_pages=setup.num_pages,
             max_length=setup.max_length,
             host=setup.host_memory,

@@ -293,6 +293,9 @@ class MetaModel:
     def read_hidden(self, rows_B: torch.Tensor) -> torch.Tensor:
         return torch.empty(*rows_B.shape, self._hidden_size, device="meta")
 
+    def window_hidden(self, batch: VerifyBatch) -> torch.Tensor:
+        return self.verify(batch)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.empty(*hidden.shape[:-1], self._vocab_size, device="meta")
 
