@@ -32,6 +32,9 @@ MAX_ROWS_WINDOW = 8
 """Maximum columns of a window in which each has a state row. The decode step's kernel holds such a window in registers:
 compiled for Hopper, it takes 251 of 255 registers at 8 columns, and spills at 16."""
 
+MIN_COPY_MATCH = 8
+"""Fewest tokens that must occur earlier in a text for what follows them there to be drafted."""
+
 FOLD_TOKENS = 16
 """Most tokens between two states that a running request stores, if it has a ring."""
 
@@ -144,6 +147,8 @@ class DraftSource(enum.StrEnum):
 
     MTP = "mtp"
     """The model's own MTP head."""
+    COPY = "copy"
+    """The session's own text, behind an earlier occurrence of its last tokens."""
 
 
 class FinishReason(enum.StrEnum):

@@ -307,9 +307,18 @@ class Backend(Protocol):
         token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Valid drafts
         that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
 
-    def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
-        """Write the drafts of the next window, in place, to the active slots and to the last k columns of outcome_BF.
-        drafts_Bk: int64."""
+    def publish_drafts(
+        self,
+        slots_SF: Tensor,
+        slot_ids_B: Tensor,
+        outcome_BF: Tensor,
+        drafts_Bk: Tensor,
+        num_valid_B: Tensor | None = None,
+    ) -> None:
+        """Write the drafts of the next window, in place, to the active slots.
+
+        drafts_Bk: int64; there may be more than this step's window had. num_valid_B: int64, how many leading drafts of
+        each slot were made, also written to outcome_BF; None: as `commit_window` has left it, all of k."""
 
     # Sampling
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import torch
 from torch import Tensor
 
 from agentspec import kernels
@@ -83,8 +84,8 @@ def decode_step(
     forward: Forward = Forward.RUN,
     choose: Callable[..., Tensor] = choose,
 ) -> StepResult:
-    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and make as many drafts for the next
-    step.
+    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft for the next step: as many by
+    the MTP head, but at most `buffers.max_mtp_drafts`, and copies behind that many.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the masks
     of the others are all ones. choose: as sampler.choose. Inert slots emit nothing and keep their state."""
@@ -108,10 +109,39 @@ def decode_step(
 
     # Draft: the MTP layer runs over the whole window to write its K/V, and drafts from the last emitted token.
     drafted_Bk = drafter.draft(
-        chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted
+        chosen_BT,
+        hidden_BTH,
+        commit.draft_start_B,
+        commit.num_accepted_B,
+        window.page_table_BP,
+        min(num_drafted, buffers.max_mtp_drafts),
     )
-    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
+
+
+def _with_copies(
+    ops: kernels.Backend, buffers: StepBuffers, slot_ids_B: Tensor, outcome_BF: Tensor, drafted_Bk: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The MTP drafts with copies behind them, and how many are valid; None: all.
+
+    Copies are made whatever the width of this step's window, because the next one may be wider."""
+    copies = buffers.copies
+    if copies is None:
+        return drafted_Bk, None
+    ops.append_text(copies.text_SL, slot_ids_B, outcome_BF)
+    if drafted_Bk.shape[1] < buffers.max_mtp_drafts:
+        return drafted_Bk, None  # copies have fixed places, behind the most MTP drafts
+    copied_Bc, num_copied_B = ops.draft_copies(
+        copies.text_SL,
+        slot_ids_B,
+        outcome_BF,
+        drafted_Bk,
+        num_copies=copies.num_copies,
+        min_match=copies.min_match,
+    )
+    return torch.cat((drafted_Bk, copied_Bc), dim=1), num_copied_B + drafted_Bk.shape[1]
 
 
 def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
@@ -130,14 +160,22 @@ def score_result(result: StepResult) -> ScoreRows:
 
 
 def read_result(
-    outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]
+    outcome_BF: Tensor,
+    scores: ScoreRows | None,
+    slots: Sequence[int],
+    alternatives: Sequence[int | None],
+    drafts_Bk: Tensor | None = None,
 ) -> list[SlotOutcome]:
     """Convert a step's result to one outcome per slot, in the order of `slots`; waits for the device.
 
     scores: from `score_result`; None: no slot wants scores. alternatives: for each of `slots`, how many alternatives
-    come with each emitted token's score; None: no scores."""
+    come with each emitted token's score; None: no scores. drafts_Bk: the slots' drafts, int64; None: not wanted."""
     rows = OutcomeRows.of(outcome_BF.numpy())
-    num_emitted_B, tokens_BT, drafts_Bk = rows.num_emitted_B.tolist(), rows.tokens_BT.tolist(), rows.drafts_Bk.tolist()
+    num_emitted_B, tokens_BT, num_valid_B = (
+        rows.num_emitted_B.tolist(),
+        rows.tokens_BT.tolist(),
+        rows.num_valid_drafts_B.tolist(),
+    )
     num_columns = rows.tokens_BT.shape[1]
     outcomes = []
     for place, slot in enumerate(slots):
@@ -158,7 +196,8 @@ def read_result(
                 stop=int(rows.stop_B[place]),
                 length=int(rows.length_B[place]),
                 checkpoints=((newer_row, newer_len), (older_row, older_len)),
-                drafts=drafts_Bk[place],
+                num_valid_drafts=num_valid_B[place],
+                drafts=[] if drafts_Bk is None else drafts_Bk[place, : num_valid_B[place]].tolist(),
                 scores=emitted_scores,
             )
         )

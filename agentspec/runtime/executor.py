@@ -23,6 +23,7 @@ from torch import Tensor
 
 from agentspec.errors import ConfigError
 from agentspec.kernels import PrefillBatch
+from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
@@ -51,7 +52,7 @@ from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
-from agentspec.types import Progress, RingShape, most_drafts, no_progress
+from agentspec.types import DraftSource, Progress, RingShape, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
@@ -66,11 +67,13 @@ class _Results:
     """For each slot: how many alternatives come with an emitted token's score; None: no scores."""
     outcome_BF: Tensor
     """See decode_step.StepResult."""
+    drafts_Bk: Tensor | None
+    """int64. Drafts of the slots' next windows. None: no slot is constrained."""
     scores: ScoreRows | None
     """Of the emitted tokens. None: no slot wants scores."""
 
     def read(self) -> list[SlotOutcome]:
-        return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives)
+        return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives, self.drafts_Bk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,7 @@ class ModelExecutor:
         *,
         max_running: int,
         max_draft_tokens: int,
+        max_copies: int = 0,
         max_pages_per_slot: int,
         force_acceptance: tuple[float, ...] | None = None,
         allow_forced_output: bool = False,
@@ -114,13 +118,18 @@ class ModelExecutor:
         ring: RingShape | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may
-        write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides. ring: sizes
+        """max_draft_tokens: of the MTP head. max_copies: drafts behind them that are copied from the slot's own text.
+        max_pages_per_slot: blocks of the longest sequence plus 2 * (max_draft_tokens + max_copies) tokens, which the
+        last step may write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides. ring: sizes
         of the slots' rings, with which the model's pools were allocated; None: it has no rings.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
-        if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens, has_ring=ring is not None)):
-            raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {most}")
+        if (
+            not 0
+            <= max_draft_tokens + max_copies
+            <= (most := most_drafts(model.spec.block_tokens, has_ring=ring is not None))
+        ):
+            raise ConfigError("draft_tokens", max_draft_tokens + max_copies, f"must be 0 to {most}, copies included")
         if max_draft_tokens > 0 and not model.spec.has_mtp:
             raise ConfigError(
                 "draft_tokens", max_draft_tokens, f"model {model.spec.name} has no MTP head; only 0 works"
@@ -133,9 +142,10 @@ class ModelExecutor:
         self._device = torch.device(device)
         self._with_mtp = max_draft_tokens > 0
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
-        self.draft_sources = self._drafter.sources(max_draft_tokens)
+        self.draft_sources = (*self._drafter.sources(max_draft_tokens), *(DraftSource.COPY,) * max_copies)
         """Where the draft at each position comes from."""
         self._needs_sampler = [False] * max_running
+        self._is_constrained = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
         self._graphs: _Graphs | None = None
         self._pending: deque[Callable[[], object]] = deque()
@@ -146,6 +156,7 @@ class ModelExecutor:
             self._buffers = StepBuffers.allocate(
                 max_running=max_running,
                 max_draft_tokens=max_draft_tokens,
+                max_copies=max_copies,
                 max_pages_per_slot=max_pages_per_slot,
                 vocab_size=model.spec.vocab_size,
                 num_model_stop_ids=len(model.spec.stop_token_ids),
@@ -408,11 +419,16 @@ class ModelExecutor:
     def _results(self, slots: Sequence[int], result: StepResult) -> _Results:
         """Start copying a step's results to the host."""
         alternatives = [self._alternatives[slot] for slot in slots]
+        drafts_Bk = None
+        if any(self._is_constrained[slot] for slot in slots):
+            slot_ids_B = stage(slots, torch.int64, self._device)
+            drafts_Bk = SlotState.of(self._buffers.slots_SF.index_select(0, slot_ids_B)).tokens_BW[:, 1:]
         is_scored = any(wanted is not None for wanted in alternatives)
         return _Results(
             slots=tuple(slots),
             alternatives=alternatives,
             outcome_BF=_to_host(result.outcome_BF),
+            drafts_Bk=None if drafts_Bk is None else _to_host(drafts_Bk),
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 
@@ -448,6 +464,7 @@ class ModelExecutor:
             self._forcing.join(joins)
         for join in joins:
             self._alternatives[join.slot] = join.logprobs
+            self._is_constrained[join.slot] = join.constrained
             self._needs_sampler[join.slot] = (
                 not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
             )

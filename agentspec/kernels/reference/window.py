@@ -86,7 +86,6 @@ def commit_window(
         new.read_length_B.copy_(read_length_B)
         rotated = rotate_folded(new, block_tokens)
     new.num_valid_drafts_B.fill_(num_columns - 1)
-    new.num_copies_B.fill_(0)
     new.tokens_BW[:, :1] = chosen_BT.gather(1, last_B1)
     for field, values in zip((new.write_rows_BW, new.checkpoint_rows_B2, new.checkpoint_lens_B2), rotated, strict=True):
         field.copy_(values)
@@ -122,18 +121,23 @@ def force_acceptance(
     return forced_BT
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(
+    slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor | None = None
+) -> None:
     num_drafts = drafts_Bk.shape[1]
     if num_drafts == 0:
         return
     outcome = OutcomeRows.of(outcome_BF)
-    outcome.drafts_Bk.copy_(drafts_Bk)
     # A slot that this step has ended is inert, and its drafts are never read; a slot that was inert before keeps its
     # drafts.
     was_active_B1 = outcome.num_emitted_B[:, None] > 0
     slot_drafts_Sk = SlotState.of(slots_SF).tokens_BW[:, 1 : 1 + num_drafts]
     old_Bk = slot_drafts_Sk.index_select(0, slot_ids_B)
     slot_drafts_Sk.index_copy_(0, slot_ids_B, torch.where(was_active_B1, drafts_Bk, old_Bk))
+    if num_valid_B is not None:
+        valid_S, was_active_B = SlotState.of(slots_SF).num_valid_drafts_B, was_active_B1[:, 0]
+        outcome.num_valid_drafts_B.copy_(torch.where(was_active_B, num_valid_B, outcome.num_valid_drafts_B))
+        valid_S.index_copy_(0, slot_ids_B, outcome.num_valid_drafts_B)
 
 
 def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,7 +138,9 @@ def force_acceptance(
     return forced_BT
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(
+    slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor | None = None
+) -> None:
     num_slots, num_drafts = drafts_Bk.shape
     if num_drafts == 0:
         return
@@ -151,6 +153,7 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
         drafts_Bk,
         drafts_Bk.stride(0),
         drafts_Bk.stride(1),
+        num_valid_B,
         F=outcome_BF.shape[1],
         K=num_drafts,
         BLOCK_K=triton.next_power_of_2(num_drafts),
@@ -247,7 +250,6 @@ def _commit_window(  # type: ignore[no-untyped-def]
     counts = tl.where(i == _NUM_EMITTED, num_accepted + 1, counts)
     tl.store(outcome + i, tl.where(is_active, counts, 0))
     tl.store(outcome + _OUTCOME_TOKENS + t, token_T, mask=t < T)
-    tl.store(outcome + _OUTCOME_TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
     _advance(slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
 
@@ -367,6 +369,7 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     drafts_Bk,
     drafts_stride_b,
     drafts_stride_k,
+    num_valid_B,
     F: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -379,6 +382,9 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     draft_K = tl.load(drafts_Bk + b * drafts_stride_b + i * drafts_stride_k, mask=i < K, other=0)
     slot = slots_SF + tl.load(slot_ids_B + b) * slots_stride
     # Active before this step: a slot that this step has ended is inert, and its drafts are never read.
-    num_entered = tl.where(tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0, K, 0)
-    tl.store(outcome_BF + b * F + F - K + i, draft_K, mask=i < K)
-    tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < num_entered)
+    was_active = tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0
+    tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < tl.where(was_active, K, 0))
+    if num_valid_B is not None:
+        num_valid = tl.load(num_valid_B + b)
+        tl.store(slot + _NUM_VALID_DRAFTS, num_valid, mask=was_active)
+        tl.store(outcome_BF + b * F + _SCALARS + _NUM_VALID_DRAFTS, num_valid, mask=was_active)
