@@ -43,6 +43,9 @@ MOST_RIDERS = 128
 a dense model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 more rows, one pass was
 still faster than two."""
 
+MAX_COPY_MATCH = 32
+"""Tokens beyond which two matches of a copy count as equally long: then the most recent one is copied."""
+
 ZERO_ROW = 0
 """The state row of zeros. Every new sequence reads it; it is never written."""
 

@@ -10,8 +10,8 @@ positions, page tables) are contiguous.
 
 Shape letters: N tokens, B slots, T tokens per slot (N = B * T, slot by slot), H hidden size, O output features, E
 extra outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages per sequence, S slots of the
-tables, F fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in attention Q
-query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+tables, F fields, k drafts, c copies; in the recurrence V value heads, D value dim, K key dim, C conv channels; in
+attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -319,6 +319,33 @@ class Backend(Protocol):
 
         drafts_Bk: int64; there may be more than this step's window had. num_valid_B: int64, how many leading drafts of
         each slot were made, also written to outcome_BF; None: as `commit_window` has left it, all of k."""
+
+    # Copies behind the MTP drafts
+
+    def append_text(self, text_SL: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None:
+        """Store the tokens that a step emitted at their positions of the slots' texts, in place. A slot that emitted
+        none keeps its text.
+
+        text_SL: int32 [S, L], the token at each position of each slot's sequence, prompt and output. L: at least the
+        length that the longest sequence ends at. Undefined behind the last emitted token. outcome_BF: see
+        slots.OutcomeRows; the last emitted token is at position length_B."""
+
+    def draft_copies(
+        self,
+        text_SL: Tensor,
+        slot_ids_B: Tensor,
+        outcome_BF: Tensor,
+        drafts_Bk: Tensor,
+        *,
+        num_copies: int,
+        min_match: int,
+    ) -> tuple[Tensor, Tensor]:
+        """After `append_text`: draft what followed the last tokens of text and drafts where they occurred before.
+        Returns the copies, int64 [B, c], and how many of them each slot has, int64 [B]: num_copies, or 0 if there is
+        no match of min_match tokens, or the slot emitted nothing. Then its copies are token 0.
+
+        drafts_Bk: int64, of any strides; k may be 0. num_copies: c, at least 1. min_match: 1 to MAX_COPY_MATCH.
+        Definition: mtp/copies.py."""
 
     # Sampling
 

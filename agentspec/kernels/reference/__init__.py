@@ -1,6 +1,7 @@
 """The reference backend: every operation in plain torch. Slow and readable; faster backends are tested against it. A
 backend.Backend."""
 
+from agentspec.kernels.reference.copies import append_text, draft_copies
 from agentspec.kernels.reference.fused import (
     add_experts,
     add_linear,
@@ -28,11 +29,13 @@ from agentspec.kernels.reference.window import commit_window, force_acceptance, 
 __all__ = [
     "add_experts",
     "add_linear",
+    "append_text",
     "argmax",
     "attention_prefill",
     "attention_step",
     "commit_window",
     "draft_argmax",
+    "draft_copies",
     "expert_sum",
     "fold_hidden",
     "force_acceptance",
