@@ -304,7 +304,8 @@ class Backend(Protocol):
         place of chosen_BT.
 
         Draft i is accepted, whatever was chosen, if all earlier drafts are and the uniform of (seed, its position,
-        token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Valid drafts
+        token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Drafts from
+        K on are accepted where they equal the chosen token. Valid drafts
         that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
 
     def publish_drafts(

@@ -113,8 +113,11 @@ def force_acceptance(
     position_Bk = slot.length_B[:, None] + 1 + column_k
     uniform_Bk = uniform(limits.seed_B[:, None].expand_as(position_Bk), position_Bk, 1, PURPOSE_FORCED_ACCEPT)[..., 0]
     is_valid_Bk = (column_k < slot.num_valid_drafts_B[:, None]) & (slot.active_B[:, None] > 0)
-    stands_Bk = ((uniform_Bk < rate_K[:num_drafts]) & is_valid_Bk).cumprod(1) > 0
     drafts_Bk = slot.tokens_BW[:, 1 : num_drafts + 1]
+    matches_Bk = drafts_Bk == chosen_BT[:, :-1]
+    num_rated = min(num_drafts, len(rate_K))
+    matches_Bk[:, :num_rated] = uniform_Bk[:, :num_rated] < rate_K[:num_rated]
+    stands_Bk = (matches_Bk & is_valid_Bk).cumprod(1) > 0
     forced_BT = torch.cat((torch.where(stands_Bk, drafts_Bk, chosen_BT[:, :-1]), chosen_BT[:, -1:]), dim=1)
     drafts_Bk.masked_fill_(is_valid_Bk & ~stands_Bk, -1)
     slots_SF.index_copy_(0, slot_ids_B, slot_BF)

@@ -131,6 +131,7 @@ def force_acceptance(
         rate_K,
         forced_BT,
         T=num_columns,
+        K=len(rate_K),
         BLOCK_T=triton.next_power_of_2(num_columns),
         num_warps=1,
         **OVERLAPPED,
@@ -328,6 +329,7 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     rate_K,
     forced_BT,
     T: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -340,11 +342,12 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_T)
     chosen_T = tl.load(chosen_BT + b * T + t, mask=t < T, other=0)
     draft_T = tl.load(slot + _TOKENS + 1 + t, mask=t < T - 1, other=0)
-    rate_T = tl.load(rate_K + t, mask=t < T - 1, other=0.0).to(tl.float64)
+    rate_T = tl.load(rate_K + t, mask=(t < T - 1) & (t < K), other=0.0).to(tl.float64)
     is_active = tl.load(slot + _ACTIVE) > 0
     num_valid = tl.where(is_active, tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1), 0)
     seed = tl.load(limits_SF + slot_id * limits_stride + _SEED)
-    stands_T = (_uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T) & (t < num_valid)
+    is_rated = _uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T
+    stands_T = tl.where(t < K, is_rated, draft_T == chosen_T) & (t < num_valid)
     num_standing = tl.min(tl.where(stands_T, T, t), axis=0)
     tl.store(forced_BT + b * T + t, tl.where(t < num_standing, draft_T, chosen_T), mask=t < T)
     tl.debug_barrier()  # every lane must read the slot before any lane stores to it
