@@ -190,6 +190,7 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         stop_token_ids=(),
         row_bytes=row_bytes(state_forms(config, dtype)),
         page_bytes=page_bytes(state_forms(config, dtype)),
+        entry_bytes=entry_bytes(state_forms(config, dtype)),
     )
 
 
