@@ -39,7 +39,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
     draft_tokens: int | Literal["auto"] = "auto"
-    """Drafts per step: a fixed number, or auto: the depth policy chooses it for each step."""
+    """Drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
     draft_vocab_size: int | None = None
     """Number of tokens that the draft head scores. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
     draft_precision: DraftPrecision = "auto"

@@ -14,14 +14,14 @@ import torch
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.errors import ConfigError
-from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
+from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.ride import ride_graph_bytes
-from agentspec.runtime.step_loop import DepthPolicy
-from agentspec.types import MOST_RIDERS, ModelSpec
+from agentspec.runtime.step_loop import WindowPolicy
+from agentspec.types import MOST_RIDERS, ModelSpec, WindowShape
 
 CPU_MAX_RUNNING = 8
 """Slots that `max_running=auto` chooses on a CPU, and the fewest on a GPU."""
@@ -83,11 +83,11 @@ class Settings:
         """Pages of a sequence of max_length tokens, including what its last steps may write beyond its end."""
         return -(-(max_length + 4 * (self.max_draft_tokens + 1)) // self.spec.block_tokens)
 
-    def depth_policy(self) -> tuple[DepthPolicy, Sequence[int]]:
+    def window_policy(self) -> tuple[WindowPolicy, Sequence[int]]:
         """The policy that the settings ask for, and every k that it may choose."""
         if self.config.draft_tokens == "auto" and self.max_draft_tokens > 0:
-            return AdaptiveDepth(self.max_draft_tokens), range(self.max_draft_tokens + 1)
-        return FixedDepth(self.max_draft_tokens), [self.max_draft_tokens]
+            return AdaptiveWindow(self.max_draft_tokens), range(self.max_draft_tokens + 1)
+        return FixedWindow(WindowShape(self.max_draft_tokens)), [self.max_draft_tokens]
 
     def pace(self) -> Pace:
         config, block_tokens = self.config, self.spec.block_tokens

@@ -32,7 +32,15 @@ from agentspec.engine.in_process import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
-from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
+from agentspec.types import (
+    BLOCK_TOKENS,
+    Breakpoint,
+    CheckpointKind,
+    FinishReason,
+    SamplingParams,
+    SlotResult,
+    WindowShape,
+)
 from agentspec.wire import FinishEvent, Submit, TokensEvent
 from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -92,15 +100,15 @@ class Clock:
 
 
 class RandomDepth:
-    """A depth policy that chooses k at random."""
+    """A window policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, seed: int) -> None:
         self._max, self._rng = max_draft_tokens, random.Random(seed)
 
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(self._rng.randint(0, self._max))
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         """Do nothing: random choices learn nothing."""
 
 
@@ -174,7 +182,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
             host=setup.host_memory,
         ),
         device=model.device,
-        depth_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
+        window_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
         clock=clock or Clock(),
     )
     poison(model)
