@@ -40,7 +40,10 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
     draft_tokens: int | Literal["auto"] = "auto"
-    """Drafts per step: a fixed number, or auto: the depth policy chooses it for each step."""
+    """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
+    copy_drafts: int | Literal["auto"] = "auto"
+    """Most drafts per step that are copied from the session's own text, behind the MTP drafts; the window policy
+    chooses when. 0: none. auto: as many as a window has room for, up to 12, if slots have rings, otherwise none."""
     state_form: StateForm = "auto"
     """What a running request stores of its latest tokens. rows: a recurrent state after every column of a window. ring:
     what each token added to the state, and a whole state every 16 tokens, which takes less memory and allows windows of
@@ -120,6 +123,12 @@ class EngineConfig:
             "draft_vocab",
             self.draft_vocab_size,
             "must be a number of tokens, or 0 for all",
+        )
+        _check(
+            self.copy_drafts == "auto" or (isinstance(self.copy_drafts, int) and 0 <= self.copy_drafts <= max_drafts),
+            "copy_drafts",
+            self.copy_drafts,
+            f"must be auto, or 0 to {max_drafts}",
         )
         _check(self.token_counts != "", "token_counts", "", "name a file, or leave it out")
         _check(

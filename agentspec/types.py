@@ -10,7 +10,7 @@ import enum
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -31,6 +31,13 @@ MAX_WINDOW = 16
 MAX_ROWS_WINDOW = 8
 """Maximum columns of a window in which each has a state row. The decode step's kernel holds such a window in registers:
 compiled for Hopper, it takes 251 of 255 registers at 8 columns, and spills at 16."""
+
+MAX_COPIES = 12
+"""Most copies that a window has where their number is chosen automatically."""
+
+MAX_WIDE_ROWS = 64
+"""Most columns of all windows of a step in which windows have copies. Beyond that, dense models are bound by
+arithmetic, 8-bit products round their inputs too, and logits take gigabytes."""
 
 MIN_COPY_MATCH = 8
 """Fewest tokens that must occur earlier in a text for what follows them there to be drafted."""
@@ -78,6 +85,37 @@ def most_drafts(block_tokens: int = BLOCK_TOKENS, *, has_ring: bool = False) -> 
     The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two
     rolling checkpoints must not lie beyond it."""
     return min(block_tokens // 2, MAX_WINDOW if has_ring else MAX_ROWS_WINDOW) - 1
+
+
+class WindowShape(NamedTuple):
+    """Columns of every window of a step: the last emitted token, then MTP drafts, then copies."""
+
+    num_mtp: int
+    num_copies: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts from both sources."""
+        return self.num_mtp + self.num_copies
+
+    @property
+    def width(self) -> int:
+        return 1 + self.num_drafted
+
+
+class SlotResult(NamedTuple):
+    """What the window policy learns from one slot's window."""
+
+    offered: int
+    """Drafts in the window that were made for its prefix: MTP drafts, then copies."""
+    offered_copies: int
+    """Those of them that are copies."""
+    accepted: int
+    """Of all drafts, the first one rejected ends the count."""
+    matched: bool = False
+    """Copies had been made for the window, whether or not its shape had columns for them."""
+    was_matched: bool = False
+    """The slot counted in the `num_matched` by which the window's shape was chosen."""
 
 
 @dataclass(frozen=True, slots=True)

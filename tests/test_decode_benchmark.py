@@ -152,7 +152,7 @@ def test_a_case_is_measured(model: PrefilledModel) -> None:
     assert floor.kv > 0
 
 
-def test_a_case_may_use_the_depth_policy(model: PrefilledModel) -> None:
+def test_a_case_may_use_the_window_policy(model: PrefilledModel) -> None:
     timing = time_case(case(depth="auto"), model, CPU, STEPS)
     assert sum(timing.depths.values()) == STEPS.timed
     assert len(timing.depths) > 1  # the policy tries each depth at the start

@@ -258,6 +258,15 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         kind=_number_or_auto,
     )
+    _add_number(
+        group,
+        "--copy-drafts",
+        "N|auto|off",
+        "most drafts per step that are copied from the session's own text, behind the MTP head's "
+        "(default: 12 with --state-form ring, otherwise none)",
+        default="auto",
+        kind=_number_auto_or_off,
+    )
     group.add_argument(
         "--state-form",
         choices=get_args(StateForm),
@@ -346,6 +355,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         dtype=args.dtype,
         draft_tokens=args.draft_tokens,
+        copy_drafts=args.copy_drafts,
         state_form=args.state_form,
         draft_vocab_size=args.draft_vocab,
         draft_precision=args.draft_precision,
@@ -397,6 +407,10 @@ def acceptance_rates(text: str, draft_tokens: int | Literal["auto"]) -> tuple[fl
         else:
             high = rate
     return (high,) * draft_tokens
+
+
+def _number_auto_or_off(text: str) -> int | str:
+    return 0 if text == "off" else _number_or_auto(text)
 
 
 def _number_or_auto(text: str) -> int | str:

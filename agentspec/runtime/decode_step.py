@@ -165,11 +165,14 @@ def read_result(
     slots: Sequence[int],
     alternatives: Sequence[int | None],
     drafts_Bk: Tensor | None = None,
+    *,
+    max_mtp_drafts: int,
 ) -> list[SlotOutcome]:
     """Convert a step's result to one outcome per slot, in the order of `slots`; waits for the device.
 
     scores: from `score_result`; None: no slot wants scores. alternatives: for each of `slots`, how many alternatives
-    come with each emitted token's score; None: no scores. drafts_Bk: the slots' drafts, int64; None: not wanted."""
+    come with each emitted token's score; None: no scores. drafts_Bk: the slots' drafts, int64; None: not wanted.
+    max_mtp_drafts: drafts beyond this many are copies."""
     rows = OutcomeRows.of(outcome_BF.numpy())
     num_emitted_B, tokens_BT, num_valid_B = (
         rows.num_emitted_B.tolist(),
@@ -196,7 +199,7 @@ def read_result(
                 stop=int(rows.stop_B[place]),
                 length=int(rows.length_B[place]),
                 checkpoints=((newer_row, newer_len), (older_row, older_len)),
-                num_valid_drafts=num_valid_B[place],
+                matched=num_valid_B[place] > max_mtp_drafts,
                 drafts=[] if drafts_Bk is None else drafts_Bk[place, : num_valid_B[place]].tolist(),
                 scores=emitted_scores,
             )

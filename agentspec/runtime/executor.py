@@ -69,11 +69,19 @@ class _Results:
     """See decode_step.StepResult."""
     drafts_Bk: Tensor | None
     """int64. Drafts of the slots' next windows. None: no slot is constrained."""
+    max_mtp_drafts: int
     scores: ScoreRows | None
     """Of the emitted tokens. None: no slot wants scores."""
 
     def read(self) -> list[SlotOutcome]:
-        return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives, self.drafts_Bk)
+        return read_result(
+            self.outcome_BF,
+            self.scores,
+            self.slots,
+            self.alternatives,
+            self.drafts_Bk,
+            max_mtp_drafts=self.max_mtp_drafts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +190,16 @@ class ModelExecutor:
         sooner."""
         began = time.perf_counter()
         spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
-        sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
+        num_riding = self._num_riding(depths)
+        sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(num_riding)
         graphs = self._graphs = _Graphs(
             steps=StepGraphs(
-                self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device
+                self._captured_step,
+                recorder,
+                max_running=max_running,
+                depths=depths,
+                max_mtp_drafts=self._buffers.max_mtp_drafts,
+                device=self._device,
             ),
             prompts=PrefillGraphs(
                 partial(self._run_pass, None),
@@ -197,18 +211,18 @@ class ModelExecutor:
                 most_at_need=CHUNK_SIZES[-1],
             ),
             rides=RideGraphs(
-                partial(self._run_pass, num_drafted=max(depths)),
+                partial(self._run_pass, num_drafted=num_riding),
                 recorder,
                 keys=rides,
                 padding_slot=max_running,
-                num_columns=max(depths) + 1,
+                num_columns=num_riding + 1,
                 block_tokens=spec.block_tokens,
                 max_pages=max_pages,
                 device=self._device,
             ),
         )
         of_steps, of_prompts = graphs.steps.recordings(), graphs.prompts.recordings()
-        deepest = {key: record for key, record in of_steps.items() if key.num_drafted == max(depths)}
+        deepest = {key: record for key, record in of_steps.items() if key.num_drafted == num_riding}
         short = {num_tokens: record for num_tokens, record in of_prompts.items() if num_tokens <= CHUNK_SIZES[-1]}
         # In the order in which they are needed.
         soon = [*deepest.values(), *short.values()]
@@ -227,7 +241,7 @@ class ModelExecutor:
         return GraphReport(
             batch_sizes=batch_sizes(max_running),
             depths=tuple(depths),
-            num_graphs=len(graph_keys(max_running, depths)),
+            num_graphs=len(of_steps),
             chunk_sizes=sizes,
             num_rides=len(rides),
             num_late=len(left),
@@ -252,11 +266,12 @@ class ModelExecutor:
         spec = self._model.spec
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         alone = [(num_tokens, 0) for num_tokens in chunk_sizes(spec.hidden_size)]
-        ridden = [(ride.num_tokens, ride.batch_size) for ride in self._ride_keys(max(depths))]
+        num_riding = self._num_riding(depths)
+        ridden = [(ride.num_tokens, ride.batch_size) for ride in self._ride_keys(num_riding)]
         for num_tokens, num_windows in alone + ridden:
             room = chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages)
-            self._run_padding(room, num_windows, max(depths))
-        for key in graph_keys(max_running, depths):
+            self._run_padding(room, num_windows, num_riding)
+        for key in graph_keys(max_running, depths, max_mtp_drafts=self._buffers.max_mtp_drafts):
             self._captured_step(self._slot_ids([], key.batch_size), key)
         for work in self._unrecorded(depths):
             work()
@@ -268,10 +283,13 @@ class ModelExecutor:
         rooms = eager_rooms(spec.hidden_size, block_tokens=spec.block_tokens, max_pages=max_pages)
         for sizes in rooms:
             yield partial(self._run_padding, sizes)
-        for batch_size in sorted({ride.batch_size for ride in self._ride_keys(max(depths))}):
-            yield partial(self._run_padding, rooms[0], batch_size, max(depths))
+        num_riding = self._num_riding(depths)
+        for batch_size in sorted({ride.batch_size for ride in self._ride_keys(num_riding)}):
+            yield partial(self._run_padding, rooms[0], batch_size, num_riding)
         # A graph's variant samples and masks, or does neither; first steps also occur with only one of the two.
         for num_slots, num_drafted, sampled in product(batch_sizes(len(self._needs_sampler)), depths, (True, False)):
+            if num_drafted > self._buffers.max_mtp_drafts:
+                continue
             first = partial(self._step, sampled=sampled, constrained=not sampled, forward=Forward.PREFILLED)
             yield partial(first, self._slot_ids([], num_slots), num_drafted)
 
@@ -342,6 +360,11 @@ class ModelExecutor:
     def _windows(self, slot_ids_B: Tensor, num_drafted: int) -> VerifyBatch:
         return verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted))
 
+    def _num_riding(self, depths: Sequence[int]) -> int:
+        """Drafts of the windows that ride. Windows with copies don't: a pass is no place for columns that are often
+        dead."""
+        return min(max(depths), self._buffers.max_mtp_drafts)
+
     def _ride_keys(self, num_drafted: int) -> list[RideKey]:
         most_tokens = chunk_sizes(self._model.spec.hidden_size)[-1]
         return ride_keys(
@@ -352,6 +375,8 @@ class ModelExecutor:
         """Whether the plan's windows ride with its chunks: only where it saves time, and where a graph holds both or
         the pass is eager anyway."""
         if not (self.most_riders and plan.chunks and plan.decode_slots) or _is_scored(plan):
+            return False
+        if plan.num_drafted > self._buffers.max_mtp_drafts:
             return False
         num_slots, num_columns = len(plan.decode_slots), plan.num_drafted + 1
         if self._graphs is None:
@@ -391,9 +416,8 @@ class ModelExecutor:
         """Run first steps. Always eager: the device is still busy with the prompt while the host launches this."""
         slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         sampled, constrained = self._variant(plan, plan.first_slots)
-        return self._step(
-            slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED
-        )
+        num_drafted = min(plan.num_drafted, self._buffers.max_mtp_drafts)  # they verify nothing
+        return self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
 
     def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
         sampled, constrained = self._variant(plan, plan.decode_slots)
@@ -429,6 +453,7 @@ class ModelExecutor:
             alternatives=alternatives,
             outcome_BF=_to_host(result.outcome_BF),
             drafts_Bk=None if drafts_Bk is None else _to_host(drafts_Bk),
+            max_mtp_drafts=self._buffers.max_mtp_drafts,
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 

@@ -64,9 +64,7 @@ class Forcing:
         """Like decode_step."""
         if self._rate_K is not None and self._output_SL is not None:
             drafter = _ForcedDrafter(drafter, self._output_SL, slot_ids_B)
-        return decode_step(
-            model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant
-        )
+        return decode_step(model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant)
 
     def _choose(
         self, buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, **variant: bool

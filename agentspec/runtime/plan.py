@@ -141,10 +141,10 @@ class SlotOutcome:
     checkpoints: tuple[tuple[int, int], tuple[int, int]]
     """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no
     checkpoint."""
-    num_valid_drafts: int = 0
-    """Drafts made for the slot's next window."""
+    matched: bool = False
+    """Copies were made for the slot's next window."""
     drafts: list[int] = field(default_factory=list)
-    """These drafts, for a slot that joined with `constrained`."""
+    """The drafts that were made for the next window, for a slot that joined with `constrained`."""
     scores: list[TokenScore] | None = None
     """One per emitted token, for a slot that joined with `logprobs`."""
 

@@ -25,6 +25,7 @@ class Rehearsal:
     """Makes the model without memory, with its draft vocabulary chosen."""
     max_running: int
     max_draft_tokens: int
+    max_copies: int = 0
     depths: Sequence[int]
     """Every k that a step may use."""
     max_pages_per_slot: int
@@ -42,6 +43,7 @@ class Rehearsal:
             model,
             max_running=self.max_running,
             max_draft_tokens=self.max_draft_tokens,
+            max_copies=self.max_copies,
             max_pages_per_slot=self.max_pages_per_slot,
             force_acceptance=self.force_acceptance,
             allow_forced_output=self.allow_forced_output,

@@ -6,7 +6,7 @@ Every engine is derived from one integer, which reproduces it. Builds the engine
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +16,7 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.types import MOST_RIDERS, rows_of_request
+from agentspec.types import MOST_RIDERS, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -171,7 +171,7 @@ class EngineSetup:
                 max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
             ),
             most_riders=self.most_riders,
-            depth_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
+            window_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
             clock=clock,
         )
         assembly.cache.budget_bytes = budget_bytes
@@ -190,13 +190,13 @@ def random_host(rng: random.Random) -> HostMemory | None:
 
 
 class RandomDepth:
-    """A depth policy that chooses k at random."""
+    """A window policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
         self._max, self._rng = max_draft_tokens, rng
 
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(self._rng.randint(0, self._max))
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         pass

@@ -38,6 +38,8 @@ from agentspec.types import (
     CheckpointKind,
     FinishReason,
     SamplingParams,
+    SlotResult,
+    WindowShape,
     rows_of_request,
 )
 from agentspec.wire import FinishEvent, Submit, TokensEvent
@@ -99,15 +101,15 @@ class Clock:
 
 
 class RandomDepth:
-    """A depth policy that chooses k at random."""
+    """A window policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, seed: int) -> None:
         self._max, self._rng = max_draft_tokens, random.Random(seed)
 
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(self._rng.randint(0, self._max))
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         """Do nothing: random choices learn nothing."""
 
 
@@ -184,7 +186,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
             host=setup.host_memory,
         ),
         device=model.device,
-        depth_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
+        window_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
         clock=clock or Clock(),
     )
     poison(model)
