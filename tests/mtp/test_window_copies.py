@@ -131,9 +131,11 @@ def test_acceptance_is_learned_by_source_and_position() -> None:
     for _ in range(2000):
         policy.observe(shape=wide, slots=[SlotResult(6, 4, 4, matched=True, was_matched=True)], seconds=0.0)
         policy.observe(shape=narrow, slots=[SlotResult(2, 0, 0)], seconds=0.0)
-    assert policy.expected_emitted(wide, matched=True) == pytest.approx(5.0, abs=0.01)
-    assert policy.expected_emitted(narrow, matched=True) == pytest.approx(3.0, abs=0.01)
-    assert policy.expected_emitted(wide) == policy.expected_emitted(narrow) == pytest.approx(1.0, abs=0.01)
+    assert policy.expected_emitted(wide, matched=True) == pytest.approx(5.0, abs=0.3)
+    assert policy.expected_emitted(narrow, matched=True) == pytest.approx(3.0, abs=0.15)
+    for shape in (wide, narrow):
+        assert policy.expected_emitted(shape, matched=False) == pytest.approx(1.0, abs=0.1)
+        assert policy.expected_emitted(shape) == pytest.approx(2.0, abs=0.1)
 
 
 def test_a_slow_first_trial_does_not_ban_a_shape() -> None:
