@@ -200,7 +200,7 @@ def build(
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
     executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
     policy, depths = (
-        (window_policy, range(settings.max_draft_tokens + 1)) if window_policy else settings.window_policy()
+        (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
     )
     if ahead is not None:
         _await_kernels(ahead, settings, memory, progress)
