@@ -87,6 +87,9 @@ class MixtureWeights:
     shared_gate_up_2IH: Weight
     """The shared expert's width may differ from that of the routed ones."""
     shared_down_HI: Weight
+    first_expert: int = 0
+    """The router's id of the first of `gate_up` and `down`. A rank may hold fewer experts than the router has: it
+    computes only these, and the group's sum has them all."""
 
 
 class Backend(Protocol):
@@ -147,6 +150,9 @@ class Backend(Protocol):
     def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
         the head is token o."""
+
+    def draft_best(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> tuple[Tensor, Tensor]:
+        """`draft_argmax` with the scores of its tokens: (float32 [N], int64 [N])."""
 
     # Mixers of a decode window
 

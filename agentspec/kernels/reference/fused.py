@@ -52,7 +52,8 @@ def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     weights_NJ, expert_ids_NJ = route_top_k(
         torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize
     )
-    routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
+    held_ids_NJ = expert_ids_NJ - weights.first_expert
+    routed_NH = mix_experts(normed_NH, weights_NJ, held_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
     shared_NH = linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
     return routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH
 
@@ -84,6 +85,12 @@ def pair_norms(
 def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     nearest_N = linear(x_NH, head_OH).argmax(-1)
     return nearest_N if ids_O is None else ids_O[nearest_N]
+
+
+def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> tuple[Tensor, Tensor]:
+    score_NO = linear(x_NH, head_OH).float()
+    nearest_N = score_NO.argmax(-1)
+    return score_NO.gather(-1, nearest_N[:, None]).squeeze(-1), ids_O[nearest_N]
 
 
 def gated_delta_step(
