@@ -102,6 +102,8 @@ def _kept_in_full(layers: int) -> list[str]:
 
 
 _35B_EXPERTS = _Experts(num=256, top_k=8, width=512)
+_122B_EXPERTS = _Experts(num=256, top_k=8, width=1024)
+_397B_EXPERTS = _Experts(num=512, top_k=10, width=1024)
 
 CONFIG_FILES = {
     "0.8B": _published(1024, 24, (8, 2), 16, 3584, tied=True),
@@ -111,8 +113,15 @@ CONFIG_FILES = {
     "27B-FP8": _published(5120, 64, (24, 4), 48, 17408, fp8=True),
     "35B-A3B": _published(2048, 40, (16, 2), 32, _35B_EXPERTS),
     "35B-A3B-FP8": _published(2048, 40, (16, 2), 32, _35B_EXPERTS, fp8=True),
+    "122B-A10B": _published(3072, 48, (32, 2), 64, _122B_EXPERTS),
+    "122B-A10B-FP8": _published(3072, 48, (32, 2), 64, _122B_EXPERTS, fp8=True),
+    "397B-A17B": _published(4096, 60, (32, 2), 64, _397B_EXPERTS),
+    "397B-A17B-FP8": _published(4096, 60, (32, 2), 64, _397B_EXPERTS, fp8=True),
 }
 """The content of each model's config.json."""
+
+MANY_GPUS = ("122B-A10B", "122B-A10B-FP8", "397B-A17B", "397B-A17B-FP8")
+"""Models that are shared by several GPUs; benchmarks of one GPU measure them only if they are asked to."""
 
 CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.items()}
 
