@@ -151,8 +151,9 @@ class Backend(Protocol):
         """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
         the head is token o."""
 
-    def draft_best(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> tuple[Tensor, Tensor]:
-        """`draft_argmax` with the scores of its tokens: (float32 [N], int64 [N])."""
+    def draft_best(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
+        """`draft_argmax` with its token's score, packed so that the better of two is a maximum: int64 [N, 1]. For
+        Group.best; definition: kernels/reference/ranking.py."""
 
     # Mixers of a decode window
 

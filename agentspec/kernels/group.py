@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from agentspec.kernels import reference
 from agentspec.kernels.backend import Backend, MixtureWeights, Norm
+from agentspec.kernels.reference.ranking import token_of
 from agentspec.kernels.weights import Plain, Weight
 
 
@@ -38,15 +39,16 @@ class Group(Protocol):
         The residual, which all ranks have alike, is overwritten."""
 
     def gather_columns(self, part_NC: Tensor) -> Tensor:
-        """All ranks' columns side by side in the order of ranks: [N, size * C]. part_NC: float32.
+        """All ranks' columns side by side in the order of ranks: [N, size * C]. part_NC: float32 (here any dtype).
 
         A step gathers scores: N window columns, C rows of a rank's target head. `limit_drafts`, which comes before any
         capture, gathers rows of weights: up to models/heads.py's GATHERED values a rank and call."""
 
-    def best(self, value_N: Tensor, id_N: Tensor) -> Tensor:
-        """The id of the greatest value over all ranks, the lowest one on ties: int64 [N].
+    def best(self, best_NC: Tensor) -> Tensor:
+        """The token of the greatest score over all columns of all ranks, the lowest one on ties: int64 [N].
 
-        value_N: float32; a NaN counts as minus infinity. id_N: int64, from 0 and below 2**31."""
+        best_NC: int64, as of Backend.draft_best. Drafts are chosen so; a greedy step could be, with its logits only
+        where scores are wanted."""
 
 
 class GatheredGroup:
@@ -67,10 +69,8 @@ class GatheredGroup:
     def gather_columns(self, part_NC: Tensor) -> Tensor:
         return torch.cat(self._gather(part_NC), 1)
 
-    def best(self, value_N: Tensor, id_N: Tensor) -> Tensor:
-        value_SN = torch.stack(self._gather(value_N.nan_to_num(-torch.inf, torch.inf, -torch.inf)))
-        id_SN = torch.stack(self._gather(id_N))
-        return id_SN.where(value_SN == value_SN.amax(0), torch.iinfo(torch.int64).max).amin(0)
+    def best(self, best_NC: Tensor) -> Tensor:
+        return token_of(self.gather_columns(best_NC).amax(1))
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.contiguous()
@@ -126,7 +126,7 @@ class _Grouped:
     def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """head_OH, ids_O: this rank's."""
         assert ids_O is not None, "a rank's rows have ids of their own"
-        return self._group.best(*self._ops.draft_best(x_NH, head_OH, ids_O))
+        return self._group.best(self._ops.draft_best(x_NH, head_OH, ids_O))
 
     def _add_partial(self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None) -> Tensor:
         x_NH, normed_NH = self._group.add_partial(residual_NH, partial_NH, next_norm)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from agentspec.kernels import GatheredGroup, Norm, Plain, reference, within
+from agentspec.kernels.reference.ranking import pack_best, token_of
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import relative_error
 from tests.models.rank_process import FP8_DRAFTS, outputs
@@ -45,7 +46,8 @@ TOLERANCE = 1e-5
 
 def write(directory: Path, name: str) -> Path:
     _, family, options = MODELS[name]
-    options = {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3} | options
+    layers: dict[str, Any] = {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3}
+    options = layers | options
     num_real = options.pop("tokens", None)
     write_checkpoint(directory, family, **options)
     if num_real is not None:
@@ -105,20 +107,28 @@ def alone(tmp_path: Path) -> Iterator[GatheredGroup]:
 
 
 def test_winner_is_the_lowest_id_of_the_greatest_value(alone: GatheredGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    values_SN = torch.tensor(
-        [[1.0, 2.0, -torch.inf, torch.nan, 0.0, torch.inf], [2.0, 2.0, -torch.inf, -5.0, -0.0, torch.nan]]
-    )
-    ids_SN = torch.tensor([[1, 7, 3, 1, 9, 0], [160, 4, 100, 248_319, 8, 5]])
-    gathered = iter((list(values_SN.nan_to_num(-torch.inf, torch.inf, -torch.inf)), list(ids_SN)))
-    monkeypatch.setattr(GatheredGroup, "_gather", lambda self, mine: next(gathered))
-    assert alone.best(values_SN[0], ids_SN[0]).tolist() == [160, 4, 3, 248_319, 8, 0]
+    values_SN = torch.tensor([[1.0, 2.0, -torch.inf, -6.0, 0.0, 1e-40], [2.0, 2.0, -torch.inf, -5.0, -0.0, -1e-40]])
+    ids_SN = torch.tensor([[1, 7, 3, 1, 9, 2**31 - 1], [160, 4, 100, 248_319, 8, 5]])
+    packed_SN1 = pack_best(values_SN, ids_SN)[:, :, None]
+    monkeypatch.setattr(GatheredGroup, "_gather", lambda self, mine: list(packed_SN1))
+    assert alone.best(packed_SN1[0]).tolist() == [160, 4, 3, 248_319, 8, 2**31 - 1]
+
+
+def test_best_rows_are_those_of_the_argmax() -> None:
+    """Small integers: exact scores, and many ties."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, rows = (torch.randint(-2, 3, size, generator=generator).float() for size in ((40, 3), (50, 3)))
+        ids = torch.randperm(1000, generator=generator)[:50].sort().values
+        expected = reference.draft_argmax(x, Plain(rows), ids)
+        assert torch.equal(token_of(reference.draft_best(x, Plain(rows), ids)[:, 0]), expected), seed
 
 
 def test_group_of_one_gathers_itself(alone: GatheredGroup) -> None:
     generator = torch.Generator().manual_seed(0)
     part_NC, ids_N = torch.randn(3, 5, generator=generator), torch.tensor([4, 0, 2])
     assert torch.equal(alone.gather_columns(part_NC), part_NC)
-    assert torch.equal(alone.best(part_NC.amax(1), ids_N), ids_N)
+    assert torch.equal(alone.best(pack_best(part_NC.amax(1), ids_N)[:, None]), ids_N)
     assert (alone.rank, alone.size) == (0, 1)
 
 
@@ -138,8 +148,8 @@ class Pretended:
     def gather_columns(self, part_NC: Tensor) -> Tensor:
         return part_NC.repeat(1, self.size)
 
-    def best(self, value_N: Tensor, id_N: Tensor) -> Tensor:
-        return id_N
+    def best(self, best_NC: Tensor) -> Tensor:
+        return token_of(best_NC.amax(1))
 
 
 def test_group_of_one_uses_plain_backend() -> None:

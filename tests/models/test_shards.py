@@ -62,7 +62,8 @@ def write(directory: Path, model: str) -> TextConfig:
     if model.startswith("int8"):
         return int8_checkpoint(directory, family, dtype=torch.bfloat16, **options)
     # Two layers: one of each kind.
-    options = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2} | options
+    layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    options = layers | options
     return resolved_config(write_checkpoint(directory, family, dtype=torch.bfloat16, **options), random_weights=False)
 
 
@@ -184,7 +185,7 @@ def test_random_parameters_of_ranks_are_parts_of_the_whole(model: str, tmp_path:
         (8, {"intermediate_size": 100}, r"tensor_parallel=8: 100 columns of intermediate_size can't be shared"),
     ],
 )
-def test_what_ranks_cannot_share_is_named(count: int, change: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share_is_named(count: int, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = dataclasses.replace(write(tmp_path, "dense"), **change)
     with pytest.raises(ConfigError, match=message):
         rank_config(config, Rank(0, count))

@@ -15,6 +15,7 @@ from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_pre
 from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.reference.hidden import write_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
+from agentspec.kernels.reference.ranking import pack_best
 from agentspec.kernels.reference.rope import apply_rope
 from agentspec.kernels.weights import Weight
 
@@ -87,10 +88,8 @@ def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     return nearest_N if ids_O is None else ids_O[nearest_N]
 
 
-def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> tuple[Tensor, Tensor]:
-    score_NO = linear(x_NH, head_OH).float()
-    nearest_N = score_NO.argmax(-1)
-    return score_NO.gather(-1, nearest_N[:, None]).squeeze(-1), ids_O[nearest_N]
+def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
+    return pack_best(linear(x_NH, head_OH).float(), ids_O).amax(-1, keepdim=True)
 
 
 def gated_delta_step(
