@@ -87,9 +87,9 @@ class MixtureWeights:
     shared_gate_up_2IH: Weight
     """The shared expert's width may differ from that of the routed ones."""
     shared_down_HI: Weight
-    first_expert: int = 0
-    """The router's id of the first of `gate_up` and `down`. A rank may hold fewer experts than the router has: it
-    computes only these, and the group's sum has them all."""
+    first_expert: int | None = None
+    """None: `gate_up` and `down` have all of the router's experts. Otherwise the id of the first that they have: only
+    consecutive experts of theirs are computed, and the group's sum has them all."""
 
 
 class Backend(Protocol):

@@ -96,7 +96,7 @@ def rank_config(config: TextConfig, rank: Rank) -> TextConfig:
         shared = width_shard(config, 0, moe.shared_intermediate_size, surplus="zeros")
         shared.slices("shared_expert_intermediate_size", rank)
         (held,) = expert_shard(config, 0, rank.count).slices("moe_intermediate_size", rank)
-        moe = replace(moe, first_expert=held.start if by_expert(config, rank.count) else 0)
+        moe = replace(moe, first_expert=held.start if by_expert(config, rank.count) else None)
     return replace(
         config,
         num_heads=config.num_heads // rank.count,

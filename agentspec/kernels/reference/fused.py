@@ -53,7 +53,7 @@ def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     weights_NJ, expert_ids_NJ = route_top_k(
         torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize
     )
-    held_ids_NJ = expert_ids_NJ - weights.first_expert
+    held_ids_NJ = expert_ids_NJ - (weights.first_expert or 0)
     routed_NH = mix_experts(normed_NH, weights_NJ, held_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
     shared_NH = linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
     return routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH

@@ -156,6 +156,7 @@ def choice(split: int) -> CompileCase:
         "C": 9,
         "SPLIT": split,
         "NORMALIZE": True,
+        "PARTIAL": False,
         "BLOCK_X": 256,
         "BLOCK_C": 16,
         "H": 2048,
@@ -178,7 +179,17 @@ def choice(split: int) -> CompileCase:
 
 def scaled_choice() -> CompileCase:
     """Of a prompt: the normed input in 8 bits."""
-    blocks = {"J": 8, "C": 8, "SPLIT": 1, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 8, "H": 2048, "BLOCK_H": 1024}
+    blocks = {
+        "J": 8,
+        "C": 8,
+        "SPLIT": 1,
+        "NORMALIZE": True,
+        "PARTIAL": False,
+        "BLOCK_X": 256,
+        "BLOCK_C": 8,
+        "H": 2048,
+        "BLOCK_H": 1024,
+    }
     return case(
         "choice 35B of 1 part, in 8 bits",
         routing._choose_kernel,
