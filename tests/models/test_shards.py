@@ -4,6 +4,7 @@ share is refused by name."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,15 @@ def together(parameter: Parameter, parts: list[Weight], name: str) -> Tensor:
     return joined
 
 
+quantized_of = functools.cache(quantized_names)
+
+
 def part_bytes(config: TextConfig, name: str, parameter: Parameter, rank: Rank, *, scales: bool = True) -> int:
     """Bytes that a bfloat16 checkpoint, or an 8-bit one, has of a rank's part. scales: also their multipliers."""
     if parameter.shard is not None and parameter.shard.is_zero(rank):
         return 0
     shape = shard_shape(name, parameter.shape, parameter.shard, rank)
-    if name not in quantized_names(config):
+    if name not in quantized_of(config):
         return 2 * math.prod(shape)
     if not scales:
         return math.prod(shape)

@@ -150,13 +150,14 @@ def many_scores(num_tokens: int) -> CompileCase:
     )
 
 
-def choice(split: int) -> CompileCase:
+def choice(split: int, *, partial: bool = False) -> CompileCase:
+    """partial: of a rank that holds some experts."""
     blocks = {
         "J": 8,
         "C": 9,
         "SPLIT": split,
         "NORMALIZE": True,
-        "PARTIAL": False,
+        "PARTIAL": partial,
         "BLOCK_X": 256,
         "BLOCK_C": 16,
         "H": 2048,
@@ -166,7 +167,7 @@ def choice(split: int) -> CompileCase:
     blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
     return case(
-        f"choice 35B of {split} parts",
+        f"choice 35B of {split} parts" + " by a rank" * partial,
         routing._choose_kernel,
         blocks,
         1,
@@ -225,6 +226,7 @@ CASES = [
         weights="u8",
     ),
     *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
+    choice(1, partial=True),
     choice(1),
     choice(16),
     scaled_choice(),

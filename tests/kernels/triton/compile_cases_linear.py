@@ -145,6 +145,7 @@ CASES = [
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32"),
     layer("tiny", "add_linear", 256, 640, 4, dtype="fp32"),
     case("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024, "RANKED": False}, 4, 3),
+    case("choose 32k of a rank", linear_kernels.choose_kernel, {"BLOCK": 1024, "RANKED": True}, 4, 3),
     case("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3),
     layer("27B", "norm_linear", 16384, 5120, 4, ASYNC_COPIES, fp8=True, extra=True),
     layer("35B", "norm_linear", 12288, 2048, 64, ASYNC_COPIES, fp8=True, extra=True),
