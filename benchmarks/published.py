@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import Group, PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
@@ -187,8 +188,9 @@ class PrefilledModel(Qwen3_5Model):
         return trunk, mtp
 
 
-def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """A spec without stop ids, which random weights would generate at times."""
+def spec_of(name: str, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+    """A spec without stop ids, which random weights would generate at times. Rows and pages have a rank's bytes."""
+    forms = state_forms(rank_config(config, rank), dtype)
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
@@ -197,16 +199,24 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=(),
-        row_bytes=row_bytes(state_forms(config, dtype)),
-        page_bytes=page_bytes(state_forms(config, dtype)),
+        row_bytes=row_bytes(forms),
+        page_bytes=page_bytes(forms),
     )
 
 
 def make_model(
-    name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None
+    name: str,
+    config: TextConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8_drafts: bool | None = None,
+    rank: Rank = SINGLE_RANK,
+    group: Group | None = None,
 ) -> PrefilledModel:
-    """Make a model with random weights on the device. fp8_drafts: None: the engine's default."""
+    """Make a rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
-    parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    return PrefilledModel(config, spec_of(name, config, dtype), parameters, fp8_drafts=fp8_drafts)
+    parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=rank)
+    spec = spec_of(name, config, dtype, rank)
+    return PrefilledModel(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)

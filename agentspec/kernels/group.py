@@ -45,7 +45,7 @@ class Group(Protocol):
         capture, gathers rows of weights: up to models/heads.py's GATHERED values a rank and call."""
 
     def best(self, best_NC: Tensor) -> Tensor:
-        """The token of the greatest score over all columns of all ranks, the lowest one on ties: int64 [N].
+        """The winner: the token of the greatest score over all columns of all ranks, the lowest one on ties: int64 [N].
 
         best_NC: int64, as of Backend.draft_best. Drafts are chosen so; a greedy step could be, with its logits only
         where scores are wanted."""
