@@ -22,6 +22,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 DraftPrecision = Literal["auto", "checkpoint", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Images = Literal["refuse", "drop"]
+StateForm = Literal["auto", "rows", "ring"]
 
 _MAX_TOML_BYTES = 2**20
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", re.ASCII)
@@ -39,7 +40,14 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
     draft_tokens: int | Literal["auto"] = "auto"
-    """Drafts per step: a fixed number, or auto: the depth policy chooses it for each step."""
+    """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
+    copy_drafts: int | Literal["auto"] = "auto"
+    """Most drafts per step that are copied from the session's own text, behind the MTP drafts; the window policy
+    chooses when. 0: none. auto: as many as a window has room for, up to 12, if slots have rings, otherwise none."""
+    state_form: StateForm = "auto"
+    """What a running request stores of its latest tokens. rows: a recurrent state after every column of a window. ring:
+    what each token added to the state, and a whole state every 16 tokens, which takes less memory and allows windows of
+    up to 16 columns. The tokens are the same. auto: rows."""
     draft_vocab_size: int | None = None
     """Number of tokens that the draft head scores. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
     draft_precision: DraftPrecision = "auto"
@@ -90,6 +98,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         drafts, running, budget, rates = self.draft_tokens, self.max_running, self.prefill_budget, self.force_acceptance
+        max_drafts = most_drafts(has_ring=self.state_form == "ring")
         _check(
             self.model != "",
             "model",
@@ -100,19 +109,26 @@ class EngineConfig:
             ("device", self.device, get_args(Device)),
             ("dtype", self.dtype, get_args(Dtype)),
             ("draft_precision", self.draft_precision, get_args(DraftPrecision)),
+            ("state_form", self.state_form, get_args(StateForm)),
         ):
             _check(value in choices, name, value, f"must be one of {', '.join(choices)}")
         _check(
-            drafts == "auto" or (isinstance(drafts, int) and 0 <= drafts <= most_drafts()),
+            drafts == "auto" or (isinstance(drafts, int) and 0 <= drafts <= max_drafts),
             "draft_tokens",
             drafts,
-            f"must be auto, or 0 to {most_drafts()}",
+            f"must be auto, or 0 to {max_drafts}",
         )
         _check(
             self.draft_vocab_size is None or self.draft_vocab_size >= 0,
             "draft_vocab",
             self.draft_vocab_size,
             "must be a number of tokens, or 0 for all",
+        )
+        _check(
+            self.copy_drafts == "auto" or (isinstance(self.copy_drafts, int) and 0 <= self.copy_drafts <= max_drafts),
+            "copy_drafts",
+            self.copy_drafts,
+            f"must be auto, or 0 to {max_drafts}",
         )
         _check(self.token_counts != "", "token_counts", "", "name a file, or leave it out")
         _check(

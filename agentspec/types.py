@@ -10,7 +10,7 @@ import enum
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -32,6 +32,16 @@ MAX_ROWS_WINDOW = 8
 """Maximum columns of a window in which each has a state row. The decode step's kernel holds such a window in registers:
 compiled for Hopper, it takes 251 of 255 registers at 8 columns, and spills at 16."""
 
+MAX_COPIES = 12
+"""Most copies that a window has where their number is chosen automatically."""
+
+MAX_WIDE_ROWS = 64
+"""Most columns of all windows of a step in which windows have copies. Beyond that, dense models are bound by
+arithmetic, 8-bit products round their inputs too, and logits take gigabytes."""
+
+MIN_COPY_MATCH = 6
+"""Fewest tokens that must occur earlier in a text for what follows them there to be drafted."""
+
 FOLD_TOKENS = 16
 """Most tokens between two states that a running request stores, if it has a ring."""
 
@@ -39,6 +49,9 @@ MOST_RIDERS = 128
 """Maximum number of rows (windows and padding) that decode windows add to a prefill pass. An H100 reads all weights of
 a dense model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 more rows, one pass was
 still faster than two."""
+
+MAX_COPY_MATCH = 32
+"""Tokens beyond which two matches of a copy count as equally long: then the most recent one is copied."""
 
 ZERO_ROW = 0
 """The state row of zeros. Every new sequence reads it; it is never written."""
@@ -74,6 +87,37 @@ def most_drafts(block_tokens: int = BLOCK_TOKENS, *, has_ring: bool = False) -> 
     return min(block_tokens // 2, MAX_WINDOW if has_ring else MAX_ROWS_WINDOW) - 1
 
 
+class WindowShape(NamedTuple):
+    """Columns of every window of a step: the last emitted token, then MTP drafts, then copies."""
+
+    num_mtp: int
+    num_copies: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts from both sources."""
+        return self.num_mtp + self.num_copies
+
+    @property
+    def width(self) -> int:
+        return 1 + self.num_drafted
+
+
+class SlotResult(NamedTuple):
+    """What the window policy learns from one slot's window."""
+
+    offered: int
+    """Drafts in the window that were made for its prefix: MTP drafts, then copies."""
+    offered_copies: int
+    """Those of them that are copies."""
+    accepted: int
+    """Of all drafts, the first one rejected ends the count."""
+    matched: bool = False
+    """Copies had been made for the window, whether or not its shape had columns for them."""
+    was_matched: bool = False
+    """The slot counted in the `num_matched` by which the window's shape was chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingShape:
     """Sizes of the rings in which running requests keep what their latest tokens added to the state."""
@@ -89,10 +133,10 @@ class RingShape:
         """The smallest rings for windows of up to `width` columns.
 
         At the start of a step, at most F - 1 + width tokens follow the state that a slot reads; the window adds
-        width. The convolution also reads the three entries before them."""
+        width."""
         fold_tokens = min(FOLD_TOKENS, block_tokens // 2)
         assert width <= fold_tokens, f"a window of {width} columns may cross two multiples of {fold_tokens}"
-        return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width + 2)
+        return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width - 1)
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:
@@ -144,6 +188,8 @@ class DraftSource(enum.StrEnum):
 
     MTP = "mtp"
     """The model's own MTP head."""
+    COPY = "copy"
+    """The session's own text, behind an earlier occurrence of its last tokens."""
 
 
 class FinishReason(enum.StrEnum):
@@ -263,4 +309,6 @@ class ModelSpec:
     """Size of a state row over all layers: recurrent state, conv rows and the hidden column."""
     page_bytes: int
     """Size of a KV page over all attention layers and the MTP layer."""
+    entry_bytes: int = 0
+    """Size of one token's entry in a slot's ring, over all layers. 0: the model can't use rings."""
     block_tokens: int = BLOCK_TOKENS

@@ -205,7 +205,7 @@ def arguments() -> argparse.Namespace:
         "--k",
         nargs="+",
         type=lambda text: text if text == "auto" else int(text),
-        help="drafts a step, or auto: the depth policy chooses",
+        help="drafts a step, or auto: the window policy chooses",
     )
     which.add_argument(
         "--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts"

@@ -19,7 +19,7 @@ from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
-from agentspec.models.state import page_bytes, row_bytes
+from agentspec.models.state import Rings, entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
 
@@ -136,9 +136,9 @@ class PrefilledModel(Qwen3_5Model):
     computes_prompts: bool = False
     """Switch the real prefill on."""
 
-    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+    def allocate(self, *, num_rows: int, num_pages: int, rings: Rings | None = None) -> None:
         self._pools = None  # free the first allocation before the second one
-        super().allocate(num_rows=num_rows, num_pages=num_pages)
+        super().allocate(num_rows=num_rows, num_pages=num_pages, rings=rings)
         generator = torch.Generator(self.device).manual_seed(0)
         for tensor in self.pools.tensors():
             tensor.normal_(0.0, 1.0, generator=generator)
@@ -201,6 +201,7 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype, rank: Rank = SING
         stop_token_ids=(),
         row_bytes=row_bytes(forms),
         page_bytes=page_bytes(forms),
+        entry_bytes=entry_bytes(forms),
     )
 
 

@@ -17,13 +17,13 @@ import torch
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import build
 from agentspec.models.hf_config import TextConfig
-from agentspec.mtp.depth_policy import AdaptiveDepth
+from agentspec.mtp.window_policy import AdaptiveWindow
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
-from agentspec.types import ModelSpec, SamplingParams, most_drafts
+from agentspec.types import ModelSpec, SamplingParams, WindowShape, most_drafts
 from agentspec.wire import Submit, TokensEvent
 from benchmarks.published import PrefilledModel
 from benchmarks.step_bytes import parameter_bytes
@@ -48,7 +48,7 @@ class Case:
     """Tokens in each slot's state when the first decode step begins."""
     batch: int
     depth: int | Literal["auto"]
-    """Drafts per step; auto: the depth policy chooses, up to MAX_DRAFTS."""
+    """Drafts per step; auto: the window policy chooses, up to MAX_DRAFTS."""
     emitted: float = 3.39
     """Mean tokens per step that the forced acceptance gives with MAX_DRAFTS drafts."""
     sampled: bool = False
@@ -128,16 +128,17 @@ def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts:
     return sum(parameter_bytes(config, torch.bfloat16, fp8_drafts=fp8_drafts).values()) + WORKSPACE_BYTES - free
 
 
-class RecordedDepth(AdaptiveDepth):
-    """The engine's depth policy, with a record of its choices."""
+class RecordedDepth(AdaptiveWindow):
+    """The engine's window policy, with a record of its choices."""
 
-    def __init__(self, max_drafted: int) -> None:
-        super().__init__(max_drafted)
+    def __init__(self, max_mtp: int) -> None:
+        super().__init__(max_mtp)
         self.chosen: list[int] = []
 
-    def choose(self, batch_size: int) -> int:
-        self.chosen.append(super().choose(batch_size))
-        return self.chosen[-1]
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        shape = super().choose(batch_size, num_matched)
+        self.chosen.append(shape.num_mtp)
+        return shape
 
 
 class RunningEngine:
@@ -157,7 +158,7 @@ class RunningEngine:
         )
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
-        parts = build(model, config=config, memory=memory, device=device, depth_policy=self.adaptive)
+        parts = build(model, config=config, memory=memory, device=device, window_policy=self.adaptive)
         self.graphs = parts.graphs
         """A description of the captured graphs."""
         self._case = case

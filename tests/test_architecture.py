@@ -98,7 +98,7 @@ TORCH_FREE = (
     "replay",
     "cache",
     "mtp.acceptance",
-    "mtp.depth_policy",
+    "mtp.window_policy",
     "mtp.draft_vocab",
     "mtp.token_counts",
     "runtime.admission",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
+from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig, StateForm
 from agentspec.errors import ConfigError
 from agentspec.types import FAIR_COST, most_drafts
 
@@ -254,9 +254,25 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         group,
         "--draft-tokens",
         "K|auto",
-        f"drafts per step, 0 to {most_drafts()}",
+        f"drafts per step, 0 to {most_drafts()} (with --state-form ring to {most_drafts(has_ring=True)})",
         default="auto",
         kind=_number_or_auto,
+    )
+    _add_number(
+        group,
+        "--copy-drafts",
+        "N|auto|off",
+        "most drafts per step that are copied from the session's own text, behind the MTP head's "
+        "(default: 12 with --state-form ring, otherwise none)",
+        default="auto",
+        kind=_number_auto_or_off,
+    )
+    group.add_argument(
+        "--state-form",
+        choices=get_args(StateForm),
+        default="auto",
+        help="what running requests store of their latest tokens: a state after each (rows), or what each added to the "
+        "state (ring): less memory, wider windows, same tokens (default: rows)",
     )
     _add_number(
         group,
@@ -339,6 +355,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         dtype=args.dtype,
         draft_tokens=args.draft_tokens,
+        copy_drafts=args.copy_drafts,
+        state_form=args.state_form,
         draft_vocab_size=args.draft_vocab,
         draft_precision=args.draft_precision,
         token_counts=args.token_counts,
@@ -389,6 +407,10 @@ def acceptance_rates(text: str, draft_tokens: int | Literal["auto"]) -> tuple[fl
         else:
             high = rate
     return (high,) * draft_tokens
+
+
+def _number_auto_or_off(text: str) -> int | str:
+    return 0 if text == "off" else _number_or_auto(text)
 
 
 def _number_or_auto(text: str) -> int | str:

@@ -39,7 +39,7 @@ from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, MemoryPlan
 from agentspec.runtime.pace import Pace
 from agentspec.runtime.rehearsal import Rehearsal
-from agentspec.runtime.step_loop import DepthPolicy, StepLoop, new_step_loop
+from agentspec.runtime.step_loop import StepLoop, WindowPolicy, new_step_loop
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import MOST_RIDERS, ModelSpec, Progress, no_progress
 from agentspec.wire import ModelInfo
@@ -158,8 +158,10 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
         outline=make,
         max_running=max_running,
         max_draft_tokens=settings.max_draft_tokens,
-        depths=settings.depth_policy()[1],
+        max_copies=settings.max_copies,
+        depths=settings.window_policy()[1],
         max_pages_per_slot=settings.max_pages(spec.max_context) if max_pages is None else max_pages,
+        ring=settings.ring,
         force_acceptance=config.force_acceptance,
         allow_forced_output=config.allow_forced_output,
     )
@@ -173,7 +175,7 @@ def build(
     device: torch.device = CPU,
     tokenizer: Tokenizer | None = None,
     model_dir: Path | None = None,
-    depth_policy: DepthPolicy | None = None,
+    window_policy: WindowPolicy | None = None,
     pace: Pace | None = None,
     most_riders: int | None = None,
     constraints: ConstraintSource | None = None,
@@ -194,10 +196,12 @@ def build(
     )
     draft_vocabulary = _limit_drafts(model, settings, {} if token_counts is None else token_counts.known, tokenizer)
     memory = settings.plan_memory(memory)
-    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
+    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages, rings=settings.rings)
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
     executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
-    policy, depths = (depth_policy, range(settings.max_draft_tokens + 1)) if depth_policy else settings.depth_policy()
+    policy, depths = (
+        (window_policy, range(settings.max_draft_tokens + 1)) if window_policy else settings.window_policy()
+    )
     if ahead is not None:
         _await_kernels(ahead, settings, memory, progress)
     reason = settings.why_eager
@@ -212,12 +216,13 @@ def build(
         host_memory=memory.host,
         prefix_cache=config.prefix_cache,
         max_running=settings.max_running,
-        max_draft_tokens=settings.max_draft_tokens,
+        max_draft_tokens=settings.max_drafts,
+        has_ring=settings.ring is not None,
         pace=settings.pace() if pace is None else pace,
         hold_seconds=config.session_hold_seconds,
         fair_cost=config.fair_cost,
         executor=executor,
-        depth_policy=policy,
+        window_policy=policy,
         overlap=config.overlap,
         token_counts=token_counts,
         copier=copies,
@@ -251,10 +256,12 @@ def _executor(
         model,
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
+        max_copies=settings.max_copies,
         max_pages_per_slot=settings.max_pages(memory.max_length),
         force_acceptance=settings.config.force_acceptance,
         allow_forced_output=settings.config.allow_forced_output,
         most_riders=most_riders,
+        ring=settings.ring,
         device=device,
     )
 

@@ -14,14 +14,15 @@ import torch
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.errors import ConfigError
-from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
+from agentspec.models.state import Rings
+from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.ride import ride_graph_bytes
-from agentspec.runtime.step_loop import DepthPolicy
-from agentspec.types import MOST_RIDERS, ModelSpec
+from agentspec.runtime.step_loop import WindowPolicy
+from agentspec.types import MAX_COPIES, MOST_RIDERS, ModelSpec, RingShape, WindowShape, most_drafts
 
 CPU_MAX_RUNNING = 8
 """Slots that `max_running=auto` chooses on a CPU, and the fewest on a GPU."""
@@ -29,6 +30,9 @@ CPU_MAX_RUNNING = 8
 AUTO_MAX_DRAFTS = 3
 """Most drafts that `draft_tokens=auto` may choose: what the model's authors recommend, and near the optimum for one
 user."""
+
+_FEW_COPIES = 4
+"""The smaller number of copies that a window may have."""
 
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
@@ -48,6 +52,8 @@ class Settings:
     spec: ModelSpec
     device: torch.device
     max_draft_tokens: int
+    """Of the MTP head."""
+    max_copies: int
     max_running: int
 
     @classmethod
@@ -55,11 +61,13 @@ class Settings:
         cls, config: EngineConfig, spec: ModelSpec, device: torch.device, *, given: MemoryPlan | None = None
     ) -> Self:
         """given: the memory, where it is not planned by the settings."""
+        max_draft_tokens = _max_draft_tokens(config, spec)
         settings = cls(
             config=config,
             spec=spec,
             device=device,
-            max_draft_tokens=_max_draft_tokens(config, spec),
+            max_draft_tokens=max_draft_tokens,
+            max_copies=_max_copies(config, spec, max_draft_tokens),
             max_running=CPU_MAX_RUNNING if config.max_running == "auto" else config.max_running,
         )
         if config.max_running != "auto" or device.type == "cpu" or given is not None:
@@ -67,10 +75,28 @@ class Settings:
         num_slots = choose_slots(
             spec,
             lambda num_slots: replace(settings, max_running=num_slots)._memory_bytes(),
-            max_draft_tokens=settings.max_draft_tokens,
+            max_draft_tokens=settings.max_drafts,
             least=CPU_MAX_RUNNING,
+            ring=settings.ring,
         )
         return replace(settings, max_running=num_slots)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a window, from both sources."""
+        return self.max_draft_tokens + self.max_copies
+
+    @property
+    def ring(self) -> RingShape | None:
+        """Sizes of the slots' rings; None: slots have none, and every column of a window has a state row."""
+        if self.config.state_form != "ring":
+            return None
+        return RingShape.of(self.max_drafts + 1, self.spec.block_tokens)
+
+    @property
+    def rings(self) -> Rings | None:
+        """The rings to allocate, with one for the padding slot."""
+        return None if self.ring is None else Rings(self.max_running + 1, self.ring.capacity)
 
     @property
     def why_eager(self) -> str | None:
@@ -81,13 +107,17 @@ class Settings:
 
     def max_pages(self, max_length: int) -> int:
         """Pages of a sequence of max_length tokens, including what its last steps may write beyond its end."""
-        return -(-(max_length + 4 * (self.max_draft_tokens + 1)) // self.spec.block_tokens)
+        return -(-(max_length + 4 * (self.max_drafts + 1)) // self.spec.block_tokens)
 
-    def depth_policy(self) -> tuple[DepthPolicy, Sequence[int]]:
-        """The policy that the settings ask for, and every k that it may choose."""
-        if self.config.draft_tokens == "auto" and self.max_draft_tokens > 0:
-            return AdaptiveDepth(self.max_draft_tokens), range(self.max_draft_tokens + 1)
-        return FixedDepth(self.max_draft_tokens), [self.max_draft_tokens]
+    def window_policy(self) -> tuple[WindowPolicy, Sequence[int]]:
+        """The policy that the settings ask for, and every number of drafts that it may choose."""
+        most = self.max_draft_tokens
+        least = 0 if self.config.draft_tokens == "auto" else most
+        copies = sorted({min(_FEW_COPIES, self.max_copies), self.max_copies} - {0})
+        if least == most and not copies:
+            return FixedWindow(WindowShape(most)), [most]
+        policy = AdaptiveWindow(most, copies, min_mtp=least)
+        return policy, [*range(least, most + 1), *(most + num_copies for num_copies in copies)]
 
     def pace(self) -> Pace:
         config, block_tokens = self.config, self.spec.block_tokens
@@ -106,7 +136,8 @@ class Settings:
             limited(self.spec, config),
             memory_bytes=self._memory_bytes(),
             max_running=self.max_running,
-            max_draft_tokens=self.max_draft_tokens,
+            max_draft_tokens=self.max_drafts,
+            ring=self.ring,
         )
         if given is None and config.max_context is not None and memory.max_length < config.max_context:
             raise ConfigError(
@@ -150,7 +181,7 @@ class Settings:
             return 0
         spec, slots = self.spec, {"max_running": self.max_running, "max_draft_tokens": self.max_draft_tokens}
         return (
-            graph_bytes(vocab_size=spec.vocab_size, **slots)
+            graph_bytes(vocab_size=spec.vocab_size, has_copies=self.max_copies > 0, **slots)
             + prefill_graph_bytes(spec.hidden_size)
             + ride_graph_bytes(spec.hidden_size, most_riders=MOST_RIDERS, **slots)
         )
@@ -187,6 +218,8 @@ def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype
 
 def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     rates = config.force_acceptance
+    if config.state_form == "ring" and not spec.entry_bytes:
+        raise ConfigError("state_form", "ring", f"{spec.name} has layers that store whole states only")
     if config.draft_tokens != "auto":
         num_drafts = config.draft_tokens
     elif spec.has_mtp:
@@ -199,3 +232,15 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
         reason = f"needs one rate for each of {num_drafts} drafts" if num_drafts else "there are no drafts to accept"
         raise ConfigError("force_acceptance", rates, reason)
     return num_drafts
+
+
+def _max_copies(config: EngineConfig, spec: ModelSpec, max_draft_tokens: int) -> int:
+    has_ring = config.state_form == "ring"
+    room = most_drafts(spec.block_tokens, has_ring=has_ring) - max_draft_tokens
+    if config.copy_drafts == "auto":
+        return min(MAX_COPIES, room) if has_ring else 0
+    if config.copy_drafts > room:
+        reason = f"with {max_draft_tokens} MTP drafts there is room for {room}"
+        hint = "" if has_ring else "; slots with rings have more (state_form)"
+        raise ConfigError("copy_drafts", config.copy_drafts, reason + hint)
+    return config.copy_drafts

@@ -22,12 +22,21 @@ from typing import cast
 import torch
 
 from agentspec.kernels import reference
-from agentspec.kernels.backend import AttentionWeights, Backend, DeltaWeights, MixtureWeights, Norm, RopeTable
+from agentspec.kernels.backend import (
+    AttentionWeights,
+    Backend,
+    DeltaRing,
+    DeltaWeights,
+    MixtureWeights,
+    Norm,
+    RopeTable,
+)
 from agentspec.kernels.group import GatheredGroup, Group, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import rope_cos_sin
+from agentspec.kernels.slots import RingWindow
 from agentspec.kernels.variants import KernelCompiler, Machine, Variant
 from agentspec.kernels.weights import (
     FP8,
@@ -48,6 +57,7 @@ __all__ = [
     "AttentionWeights",
     "Backend",
     "BlockScaled",
+    "DeltaRing",
     "DeltaWeights",
     "GatheredGroup",
     "Group",
@@ -58,6 +68,7 @@ __all__ = [
     "Plain",
     "PrefillBatch",
     "Region",
+    "RingWindow",
     "RopeTable",
     "Variant",
     "Weight",

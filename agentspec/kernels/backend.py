@@ -10,8 +10,8 @@ positions, page tables) are contiguous.
 
 Shape letters: N tokens, B slots, T tokens per slot (N = B * T, slot by slot), H hidden size, O output features, E
 extra outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages per sequence, S slots of the
-tables, F fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in attention Q
-query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+tables, F fields, k drafts, c copies; in the recurrence V value heads, D value dim, K key dim, C conv channels; in
+attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from agentspec.kernels.prefill_batch import PrefillBatch
-from agentspec.kernels.slots import Commit, SamplingTable, Window
+from agentspec.kernels.slots import Commit, RingWindow, SamplingTable, Window
 from agentspec.kernels.weights import Weight
+from agentspec.types import RingShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,21 @@ class DeltaWeights:
     """float32, plain gain."""
     eps: float
     gate: Literal["silu", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRing:
+    """The rings of one Gated DeltaNet layer: for each slot, what its latest tokens added to the state. The entry of
+    position p is at p % C. S slots, C entries, G key heads."""
+
+    key_SCGK: Tensor
+    """float32, L2-normalised."""
+    delta_SCVD: Tensor
+    """float32. The state after a token is decay * state + delta key^T."""
+    decay_SCV: Tensor
+    """float32."""
+    conv_SCX: Tensor
+    """[S, C, conv channels]: inputs of the convolution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +195,26 @@ class Backend(Protocol):
         Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm).
         """
 
+    def gated_delta_ring_step(
+        self,
+        projected_NP: Tensor,
+        weights: DeltaWeights,
+        ssm_RVDK: Tensor,
+        conv_R3C: Tensor,
+        ring: DeltaRing,
+        read_row_B: Tensor,
+        window: RingWindow,
+    ) -> Tensor:
+        """`gated_delta_step` for slots with rings: [N, V * D].
+
+        Advances the state in the read row by the ring's entries from the read length to the start, then by the window.
+        Stores the state at the fold length to the fold row (which may be the read row), and the window's entries to the
+        ring, in place. Definition: kernels/reference/gated_delta_ring.py."""
+
+    def fold_hidden(self, hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> None:
+        """For slots with rings: store the hidden of the last token before the fold length to the fold row, in place.
+        hidden_SCH: rings of hiddens, [S, C, H]."""
+
     def attention_step(
         self,
         projected_NP: Tensor,
@@ -231,8 +267,15 @@ class Backend(Protocol):
 
     # Integer bookkeeping of a step
 
-    def open_window(self, slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
-        """Gather the forward's inputs from the slots.
+    def open_window(
+        self,
+        slots_SF: Tensor,
+        page_table_SP: Tensor,
+        slot_ids_B: Tensor,
+        num_columns: int,
+        ring: RingShape | None = None,
+    ) -> Window:
+        """Gather the forward's inputs from the slots. ring: sizes of the slots' rings; None: they have none.
 
         slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
         repeat."""
@@ -245,6 +288,7 @@ class Backend(Protocol):
         chosen_BT: Tensor,
         *,
         block_tokens: int,
+        ring: RingShape | None = None,
     ) -> Commit:
         """Decide how many tokens of each slot's window are accepted, and update its pointers, in place in slots_SF (an
         inert slot is not changed).
@@ -252,7 +296,10 @@ class Backend(Protocol):
         Acceptance: the leading valid drafts that equal the target's tokens, cut after the first stop id and at the
         length limit. read_row becomes the write row of the last accepted column. Where the length crosses a multiple
         of block_tokens, the write row at that boundary becomes the newer rolling checkpoint, and the row of the older
-        checkpoint replaces it among the write rows. Column 0 of the next window is the last emitted token;
+        checkpoint replaces it among the write rows. With rings, the state that this step's forward has folded becomes
+        the read row instead, and at a block boundary the newer checkpoint (reference/window.py).
+
+        Column 0 of the next window is the last emitted token;
         `publish_drafts` adds the drafts.
 
         chosen_BT: int64, the target's token after every column."""
@@ -264,12 +311,49 @@ class Backend(Protocol):
         place of chosen_BT.
 
         Draft i is accepted, whatever was chosen, if all earlier drafts are and the uniform of (seed, its position,
-        token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Valid drafts
+        token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Drafts from
+        K on are accepted where they equal the chosen token. Valid drafts
         that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
 
-    def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
-        """Write the drafts of the next window, in place, to the active slots and to the last k columns of outcome_BF.
-        drafts_Bk: int64."""
+    def publish_drafts(
+        self,
+        slots_SF: Tensor,
+        slot_ids_B: Tensor,
+        outcome_BF: Tensor,
+        drafts_Bk: Tensor,
+        num_valid_B: Tensor | None = None,
+    ) -> None:
+        """Write the drafts of the next window, in place, to the active slots.
+
+        drafts_Bk: int64; there may be more than this step's window had. num_valid_B: int64, how many leading drafts of
+        each slot were made, also written to outcome_BF; None: as `commit_window` has left it, all of k."""
+
+    # Copies behind the MTP drafts
+
+    def append_text(self, text_SL: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None:
+        """Store the tokens that a step emitted at their positions of the slots' texts, in place. A slot that emitted
+        none keeps its text.
+
+        text_SL: int32 [S, L], the token at each position of each slot's sequence, prompt and output. L: at least the
+        length that the longest sequence ends at. Undefined behind the last emitted token. outcome_BF: see
+        slots.OutcomeRows; the last emitted token is at position length_B."""
+
+    def draft_copies(
+        self,
+        text_SL: Tensor,
+        slot_ids_B: Tensor,
+        outcome_BF: Tensor,
+        drafts_Bk: Tensor,
+        *,
+        num_copies: int,
+        min_match: int,
+    ) -> tuple[Tensor, Tensor]:
+        """After `append_text`: draft what followed the last tokens of text and drafts where they occurred before.
+        Returns the copies, int64 [B, c], and how many of them each slot has, int64 [B]: num_copies, or 0 if there is
+        no match of min_match tokens, or the slot emitted nothing. Then its copies are token 0.
+
+        drafts_Bk: int64, of any strides; k may be 0. num_copies: c, at least 1. min_match: 1 to MAX_COPY_MATCH.
+        Definition: mtp/copies.py."""
 
     # Sampling
 

@@ -22,9 +22,7 @@ from torch import Tensor
 
 Array = TypeVar("Array", Tensor, npt.NDArray[Any])
 
-ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, READ_LENGTH, NUM_COPIES = (
-    0, 1, 2, 3, 4, 6, 8, 9
-)  # fmt: skip
+ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, READ_LENGTH = 0, 1, 2, 3, 4, 6, 8
 """First columns of SlotState's scalars."""
 TOKENS = 16
 """First column of SlotState's tokens, after its scalars: a power of two, for kernels. The write rows follow the W
@@ -34,11 +32,8 @@ LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
 """Columns of `sampling_SF`. Top-p off is infinity (with 1.0, the rounding of a cumulative sum could cut the tail);
 min-p off is a log min-p of minus infinity."""
-NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, NUM_OFFERED_COPIES = range(5)
-"""First columns of OutcomeRows' fields."""
-SCALARS = 8
-"""First column of OutcomeRows' copy of the slot's scalars: a power of two, for kernels. The T tokens follow them, then
-the k drafts."""
+NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
+"""First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +50,6 @@ class SlotState(Generic[Array]):
     """Tokens in the state of the read row: the length, and for a slot with a ring at most that."""
     num_valid_drafts_B: Array
     """Number of leading draft columns that were drafted for this prefix. Later columns are stale."""
-    num_copies_B: Array
-    """Number of the valid drafts that are copies: the last ones."""
     checkpoint_rows_B2: Array
     """Rows of the newer and the older rolling checkpoint, or spare rows not yet used as one."""
     checkpoint_lens_B2: Array
@@ -81,7 +74,6 @@ class SlotState(Generic[Array]):
             read_row_B=rows_BF[:, READ_ROW],
             read_length_B=rows_BF[:, READ_LENGTH],
             num_valid_drafts_B=rows_BF[:, NUM_VALID_DRAFTS],
-            num_copies_B=rows_BF[:, NUM_COPIES],
             checkpoint_rows_B2=rows_BF[:, CHECKPOINT_ROWS:CHECKPOINT_LENS],
             checkpoint_lens_B2=rows_BF[:, CHECKPOINT_LENS:READ_LENGTH],
             tokens_BW=rows_BF[:, TOKENS:first_row],
@@ -118,48 +110,45 @@ class SlotLimits(Generic[Array]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeRows(Generic[Array]):
     """Rows of `outcome_BF`: the result of a step. All int64. For an inert slot the counts and `stop_B` are 0, and its
-    tokens and drafts are undefined."""
+    tokens are undefined."""
 
     num_emitted_B: Array
     num_accepted_B: Array
     """Accepted drafts, after the cut at stop ids and the length limit."""
     num_offered_B: Array
     """Valid drafts in the window."""
-    num_offered_copies_B: Array
-    """Valid drafts in the window that are copies: the last ones."""
     stop_B: Array
     """STOP_RUNNING, STOP_ID or STOP_LENGTH."""
     length_B: Array
     """This and the next two: as in SlotState, after the step."""
     checkpoint_rows_B2: Array
     checkpoint_lens_B2: Array
+    num_valid_drafts_B: Array
+    """Drafts made for the next window; filled in by `publish_drafts`."""
     scalars_BF: Array
-    """All of the slot's scalars, including the last three fields."""
+    """All of the slot's scalars, including the last four fields."""
     tokens_BT: Array
     """The target's token after each column; columns 0..num_accepted are emitted."""
-    drafts_Bk: Array
-    """Drafts for the next window, filled in by `publish_drafts`."""
 
     @staticmethod
     def num_fields(width: int) -> int:
         """F for a window of `width` columns."""
-        return SCALARS + TOKENS + 2 * width - 1
+        return SCALARS + TOKENS + width
 
     @classmethod
     def of(cls, rows_BF: Array) -> OutcomeRows[Array]:
-        first_token, num_drafts = SCALARS + TOKENS, (rows_BF.shape[1] - SCALARS - TOKENS) // 2
+        first_token = SCALARS + TOKENS
         return OutcomeRows(
             num_emitted_B=rows_BF[:, NUM_EMITTED],
             num_accepted_B=rows_BF[:, NUM_ACCEPTED],
             num_offered_B=rows_BF[:, NUM_OFFERED],
-            num_offered_copies_B=rows_BF[:, NUM_OFFERED_COPIES],
             stop_B=rows_BF[:, STOP],
             length_B=rows_BF[:, SCALARS + LENGTH],
             checkpoint_rows_B2=rows_BF[:, SCALARS + CHECKPOINT_ROWS : SCALARS + CHECKPOINT_LENS],
             checkpoint_lens_B2=rows_BF[:, SCALARS + CHECKPOINT_LENS : SCALARS + READ_LENGTH],
+            num_valid_drafts_B=rows_BF[:, SCALARS + NUM_VALID_DRAFTS],
             scalars_BF=rows_BF[:, SCALARS:first_token],
-            tokens_BT=rows_BF[:, first_token : first_token + num_drafts + 1],
-            drafts_Bk=rows_BF[:, first_token + num_drafts + 1 :],
+            tokens_BT=rows_BF[:, first_token:],
         )
 
 
@@ -215,7 +204,7 @@ class Window:
     read_row_B: Tensor
     """int64. ZERO_ROW for an inert slot."""
     write_rows_BT: Tensor
-    """int64. SCRATCH_ROW for an inert slot; throughout, if the slots have rings."""
+    """int64. SCRATCH_ROW for an inert slot. Not used if the slots have rings."""
     page_table_BP: Tensor
     """int32. SCRATCH_PAGE for an inert slot."""
     ring: RingWindow | None = None

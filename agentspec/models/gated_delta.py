@@ -19,9 +19,17 @@ SSM_DTYPE = torch.float32
 
 def delta_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
     """The recurrent state, value dim before key dim (transformers stores [V, K, D]), and the last three rows of [q | k
-    | v] before the convolution, oldest first."""
+    | v] before the convolution, oldest first. In a ring: see kernels.DeltaRing."""
     state = Part("ssm_LRVDK", (config.num_value_heads, config.value_dim, config.key_dim), SSM_DTYPE)
-    return StateForm(row_parts=(state, Part("conv_LR3C", (CONV_TAPS - 1, config.conv_channels), dtype)))
+    return StateForm(
+        row_parts=(state, Part("conv_LR3C", (CONV_TAPS - 1, config.conv_channels), dtype)),
+        ring_parts=(
+            Part("ring_key_LSCGK", (config.num_key_heads, config.key_dim), SSM_DTYPE),
+            Part("ring_delta_LSCVD", (config.num_value_heads, config.value_dim), SSM_DTYPE),
+            Part("ring_decay_LSCV", (config.num_value_heads,), SSM_DTYPE),
+            Part("ring_conv_LSCX", (config.conv_channels,), dtype),
+        ),
+    )
 
 
 class GatedDeltaNet:
@@ -50,11 +58,21 @@ class GatedDeltaNet:
         return self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
-        ssm_RVDK, conv_R3C = memory
-        return self._ops.gated_delta_step(
-            projected_NP, self.weights, ssm_RVDK, conv_R3C, windows.read_row_B, windows.write_rows_BT
+        ssm_RVDK, conv_R3C, *ring = memory
+        if windows.ring is None:
+            return self._ops.gated_delta_step(
+                projected_NP, self.weights, ssm_RVDK, conv_R3C, windows.read_row_B, windows.write_rows_BT
+            )
+        return self._ops.gated_delta_ring_step(
+            projected_NP,
+            self.weights,
+            ssm_RVDK,
+            conv_R3C,
+            kernels.DeltaRing(*ring),
+            windows.read_row_B,
+            windows.ring,
         )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
-        ssm_RVDK, conv_R3C = memory
+        ssm_RVDK, conv_R3C = memory[:2]
         return self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)

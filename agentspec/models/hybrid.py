@@ -21,7 +21,7 @@ from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import Mixer, SwiGLU, rope_table
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.protocol import VerifyBatch
-from agentspec.models.state import Memory, StatePools, hidden_form
+from agentspec.models.state import Memory, Rings, StatePools, hidden_form
 from agentspec.models.tensors import ParameterScope
 from agentspec.types import ModelSpec
 
@@ -126,10 +126,10 @@ class HybridModel(ABC):
         assert self._pools is not None, "allocate() comes first"
         return self._pools
 
-    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+    def allocate(self, *, num_rows: int, num_pages: int, rings: Rings | None = None) -> None:
         layers = [*self._layers, *([] if self._mtp is None else [self._mtp.layer])]
         forms = [*(layer.mixer.form for layer in layers), hidden_form(len(self._norm.weight), self._embedding_VH.dtype)]
-        self._pools = StatePools(forms, num_rows=num_rows, num_pages=num_pages, device=self.device)
+        self._pools = StatePools(forms, num_rows=num_rows, num_pages=num_pages, rings=rings, device=self.device)
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         return self.pools.row_tensors()
@@ -139,8 +139,7 @@ class HybridModel(ABC):
 
     def verify(self, batch: VerifyBatch) -> Tensor:
         x_NH = self._run_layers(batch.tokens_BT.flatten(), lambda mixer, x_NP, memory: mixer.step(x_NP, memory, batch))
-        hidden_NH = self._ops.norm_to_rows(x_NH, self._norm, self.pools.hidden_RH, batch.write_rows_BT.flatten())
-        return hidden_NH.view(*batch.tokens_BT.shape, -1)
+        return self._window_hidden(x_NH, batch)
 
     def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
         x_NH = self._run_layers(batch.token_ids_N, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
@@ -149,7 +148,7 @@ class HybridModel(ABC):
         return hidden_NH
 
     def ride(self, prompts: kernels.PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
-        num_tokens, hidden_RH = len(prompts.token_ids_N), self.pools.hidden_RH
+        num_tokens = len(prompts.token_ids_N)
 
         def core(mixer: Mixer, x_NP: Tensor, memory: Memory) -> Tensor:
             prompts_ND = mixer.prefill(x_NP[:num_tokens], memory, prompts)
@@ -157,9 +156,8 @@ class HybridModel(ABC):
 
         x_NH = self._run_layers(torch.cat((prompts.token_ids_N, windows.tokens_BT.flatten())), core)
         hidden_NH = self._ops.rms_norm(x_NH[:num_tokens], self._norm)
-        self._ops.save_hidden(hidden_NH, hidden_RH, prompts)
-        window_NH = self._ops.norm_to_rows(x_NH[num_tokens:], self._norm, hidden_RH, windows.write_rows_BT.flatten())
-        return hidden_NH, window_NH.view(*windows.tokens_BT.shape, -1)
+        self._ops.save_hidden(hidden_NH, self.pools.hidden_RH, prompts)
+        return hidden_NH, self._window_hidden(x_NH[num_tokens:], windows)
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         head = self._mtp_head()
@@ -181,6 +179,10 @@ class HybridModel(ABC):
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         return kernels.read_hidden(self.pools.hidden_RH, rows_B)
 
+    def window_hidden(self, batch: VerifyBatch) -> Tensor:
+        stored, ids_N = self._hidden_places(batch)
+        return kernels.read_hidden(stored, ids_N).view(*batch.tokens_BT.shape, -1)
+
     def logits(self, hidden: Tensor) -> Tensor:
         scores_NV = self._ops.logits(hidden.reshape(-1, hidden.shape[-1]), self._head_VH, self.spec.num_real_tokens)
         return scores_NV.view(*hidden.shape[:-1], -1)
@@ -200,6 +202,20 @@ class HybridModel(ABC):
     def draft_head(self, m: Tensor) -> Tensor:
         nearest_N = self._ops.draft_argmax(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
         return nearest_N.view(m.shape[:-1])
+
+    def _window_hidden(self, x_NH: Tensor, batch: VerifyBatch) -> Tensor:
+        """Norm the windows' residual stream: [B, T, H]. Stores what the next steps read of it."""
+        stored, ids_N = self._hidden_places(batch)
+        if batch.ring is not None and self.pools.hidden_SCH is not None:
+            self._ops.fold_hidden(self.pools.hidden_RH, self.pools.hidden_SCH, batch.ring)
+        return self._ops.norm_to_rows(x_NH, self._norm, stored, ids_N).view(*batch.tokens_BT.shape, -1)
+
+    def _hidden_places(self, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
+        """Where the hiddens of the windows' columns are: a tensor of hiddens, and the row of each column in it."""
+        if batch.ring is None:
+            return self.pools.hidden_RH, batch.write_rows_BT.flatten()
+        assert self.pools.hidden_SCH is not None, "allocate() was called without rings"
+        return self.pools.hidden_SCH.flatten(0, 1), batch.ring.entries_BT.flatten()
 
     def _mtp_head(self) -> MtpHead:
         assert self._mtp is not None, "the checkpoint has no MTP head: spec.has_mtp is False"

@@ -25,7 +25,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import PrefillBatch, RingWindow
+from agentspec.models.state import Rings
 from agentspec.types import ModelSpec
 
 
@@ -44,6 +45,8 @@ class VerifyBatch:
     page_table_BP: Tensor
     """int32. Pages of the sequence in block order; SCRATCH_PAGE throughout for inert slots. Covers at least length + T
     + k tokens."""
+    ring: RingWindow | None = None
+    """For slots with rings: what is read and written instead of the write rows."""
 
 
 class StepModel(Protocol):
@@ -57,8 +60,11 @@ class StepModel(Protocol):
         """True when drafts are computed with 8-bit weights: those of the MTP layer, and after `limit_drafts` those of
         the draft head."""
 
-    def allocate(self, *, num_rows: int, num_pages: int) -> None:
-        """Allocate the state pools. ZERO_ROW is zeroed; everything else must be written before it is read."""
+    def allocate(self, *, num_rows: int, num_pages: int, rings: Rings | None = None) -> None:
+        """Allocate the state pools. ZERO_ROW is zeroed; everything else must be written before it is read.
+
+        rings: None: slots have no rings; otherwise every window comes with a RingWindow. Only for models whose
+        `spec.entry_bytes` is above 0."""
 
     def row_tensors(self) -> Sequence[Tensor]:
         """All tensors that store rows: element r of each is contiguous, and a part of row r."""
@@ -70,7 +76,7 @@ class StepModel(Protocol):
         """Target forward over the windows of all slots. Returns hidden_BTH, after the final norm.
 
         Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv,
-        hidden) to write_rows_BT[:, t]."""
+        hidden) to write_rows_BT[:, t], or an entry to the slot's ring."""
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
         """Target forward over prompt tokens of distinct sequences. Returns hidden_NH, after the final norm; writes K/V
@@ -93,6 +99,9 @@ class StepModel(Protocol):
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         """hidden_BH of these rows (a gather of one vector each)."""
+
+    def window_hidden(self, batch: VerifyBatch) -> Tensor:
+        """hidden_BTH that `verify` or `ride` has left for these windows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [..., V] scores of the target head; -inf for padding ids (>= num_real_tokens)."""

@@ -12,7 +12,7 @@ from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
-from agentspec.models.state import page_bytes, row_bytes
+from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec, Progress, no_progress
@@ -79,4 +79,5 @@ def model_spec(path: Path, config: TextConfig, dtype: torch.dtype, rank: Rank = 
         stop_token_ids=vocabulary.stop_token_ids(path, config),
         row_bytes=row_bytes(forms),
         page_bytes=page_bytes(forms),
+        entry_bytes=entry_bytes(forms),
     )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from torch import Tensor
 from agentspec.types import ZERO_ROW
 
 Memory = tuple[Tensor, ...]
-"""One layer's state: the tensors of its row parts, [R, ...], then those of its page parts, [P, ...], in the order of
-its form."""
+"""One layer's state: the tensors of its row parts, [R, ...], then those of its page parts, [P, ...], then those of its
+ring parts, [S slots, C entries, ...], if slots have rings; in the order of its form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,30 @@ class StateForm:
     - A commit makes the write row of the last accepted column the new read row. No state is copied; the rows of
       rejected columns are overwritten later.
 
+    A form with ring parts can also store less. Each slot then has a ring, in which each token leaves an entry: what it
+    added to the state.
+
+    - A window reads the slot's read row and the entries behind it. It writes an entry for each column.
+    - Where a sequence crosses a multiple of `RingShape.fold_tokens`, the next window stores the whole state there, to a
+      row of the request. The commit of that step makes it the read row.
+    - A commit otherwise changes lengths only. Entries of rejected columns are overwritten later.
+
     Pages store data of each token at its position; a window writes the positions of its columns. Rejected positions are
     written again before they are read. Only the model knows which layer has which parts: cache and scheduler work on
     ids and lengths."""
 
     row_parts: tuple[Part, ...] = ()
     page_parts: tuple[Part, ...] = ()
+    ring_parts: tuple[Part, ...] = ()
+    """Of one token, where slots have rings."""
 
 
 def hidden_form(hidden_size: int, dtype: torch.dtype) -> StateForm:
     """State of the model itself: the last token's hidden after the final norm."""
-    return StateForm(row_parts=(Part("hidden_LRH", (hidden_size,), dtype),))
+    return StateForm(
+        row_parts=(Part("hidden_LRH", (hidden_size,), dtype),),
+        ring_parts=(Part("ring_hidden_LSCH", (hidden_size,), dtype),),
+    )
 
 
 def row_bytes(forms: Iterable[StateForm]) -> int:
@@ -73,26 +87,58 @@ def page_bytes(forms: Iterable[StateForm]) -> int:
     return sum(part.nbytes for form in forms for part in form.page_parts)
 
 
-class StatePools:
-    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part for the layers that have it,
-    in layer order."""
+def entry_bytes(forms: Sequence[StateForm]) -> int:
+    """Bytes of one token's entry in a ring over all layers; 0: some layer stores rows and can't use rings."""
+    if any(form.row_parts and not form.ring_parts for form in forms):
+        return 0
+    return sum(part.nbytes for form in forms for part in form.ring_parts)
 
-    def __init__(self, forms: Sequence[StateForm], *, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """forms: of every layer in order, with `hidden_form` as the last. ZERO_ROW is zeroed, everything else is
-        uninitialised."""
-        self._rows = _allocate((form.row_parts for form in forms), num_rows, device)
-        self._pages = _allocate((form.page_parts for form in forms), num_pages, device)
+
+class Rings(NamedTuple):
+    """How many rings there are."""
+
+    num_slots: int
+    """Including the padding slot."""
+    capacity: int
+    """Entries of each: RingShape.capacity."""
+
+
+class StatePools:
+    """The state of every layer, for all rows, pages and rings. `pools["ssm_LRVDK"]` is one part for the layers that
+    have it, in layer order."""
+
+    def __init__(
+        self,
+        forms: Sequence[StateForm],
+        *,
+        num_rows: int,
+        num_pages: int,
+        rings: Rings | None = None,
+        device: torch.device,
+    ) -> None:
+        """forms: of every layer in order, with `hidden_form` as the last. rings: None: slots have no rings. ZERO_ROW is
+        zeroed, everything else is uninitialised."""
+        self._rows = _allocate((form.row_parts for form in forms), (num_rows,), device)
+        self._pages = _allocate((form.page_parts for form in forms), (num_pages,), device)
+        self._rings = {} if rings is None else _allocate((form.ring_parts for form in forms), rings, device)
         for pool in self._rows.values():
             pool[:, ZERO_ROW] = 0
-        layers = {name: iter(pool) for name, pool in (self._rows | self._pages).items()}
-        memories = [tuple(next(layers[part.name]) for part in (*form.row_parts, *form.page_parts)) for form in forms]
-        *self.layers, (self.hidden_RH,) = memories
+        layers = {name: iter(pool) for name, pool in (self._rows | self._pages | self._rings).items()}
+
+        def memory(form: StateForm) -> Memory:
+            ring_parts = form.ring_parts if rings else ()
+            return tuple(next(layers[part.name]) for part in (*form.row_parts, *form.page_parts, *ring_parts))
+
+        *self.layers, hidden = [memory(form) for form in forms]
+        self.hidden_RH = hidden[0]
+        self.hidden_SCH = hidden[1] if rings else None
+        """Rings of hiddens; None: slots have no rings."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._rows[name] if name in self._rows else self._pages[name]
+        return (self._rows | self._pages | self._rings)[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return *self._rows.values(), *self._pages.values()
+        return *self._rows.values(), *self._pages.values(), *self._rings.values()
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         """One tensor per pool and layer, so that element r of each is contiguous: a part of row r."""
@@ -103,11 +149,11 @@ class StatePools:
         return tuple(chain.from_iterable(pool.unbind() for pool in self._pages.values()))
 
 
-def _allocate(parts: Iterable[tuple[Part, ...]], num_ids: int, device: torch.device) -> dict[str, Tensor]:
-    """One pool for each part name, [layers that have it, num_ids, ...]."""
+def _allocate(parts: Iterable[tuple[Part, ...]], sizes: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """One pool for each part name, [layers that have it, *sizes, ...]."""
     num_layers = Counter(chain.from_iterable(parts))
     pools = {
-        part.name: torch.empty(count, num_ids, *part.shape, dtype=part.dtype, device=device)
+        part.name: torch.empty(count, *sizes, *part.shape, dtype=part.dtype, device=device)
         for part, count in num_layers.items()
     }
     assert len(pools) == len(num_layers), f"parts of one name, but not of one shape: {list(num_layers)}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import torch
 from torch import Tensor
 
 from agentspec import kernels
@@ -46,17 +47,16 @@ class Forward(Enum):
     """The step runs the target forward."""
     PREFILLED = auto()
     """The first step of slots that have just joined. Prefill has already computed column 0, and its hidden is in the
-    first write row. There are no drafts yet, so the other columns don't matter; what the MTP layer writes for them is
+    read row. There are no drafts yet, so the other columns don't matter; what the MTP layer writes for them is
     overwritten later, like that of rejected drafts."""
     RIDDEN = auto()
-    """The windows were verified in a prompt pass (`open_windows`), which left every column's hidden in its write
-    row."""
+    """The windows were verified in a prompt pass (`open_windows`), which stored every column's hidden."""
 
 
 def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
     """Gather what the target forward of the slots' next step reads. Changes nothing."""
     return kernels.backend(buffers.device).open_window(
-        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1
+        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1, buffers.ring
     )
 
 
@@ -68,6 +68,7 @@ def verify_batch(window: Window) -> VerifyBatch:
         read_row_B=window.read_row_B,
         write_rows_BT=window.write_rows_BT,
         page_table_BP=window.page_table_BP,
+        ring=window.ring,
     )
 
 
@@ -83,8 +84,8 @@ def decode_step(
     forward: Forward = Forward.RUN,
     choose: Callable[..., Tensor] = choose,
 ) -> StepResult:
-    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and make as many drafts for the next
-    step.
+    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft for the next step: as many by
+    the MTP head, but at most `buffers.max_mtp_drafts`, and copies behind that many.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the masks
     of the others are all ones. choose: as sampler.choose. Inert slots emit nothing and keep their state."""
@@ -96,27 +97,60 @@ def decode_step(
     # Verify: the target chooses a token after every column. A draft is accepted as long as it and all before it match.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
     commit = ops.commit_window(
-        buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens
+        buffers.slots_SF,
+        buffers.sampling.limits_SF,
+        slot_ids_B,
+        chosen_BT,
+        block_tokens=buffers.block_tokens,
+        ring=buffers.ring,
     )
     if sampled:
         count_emitted(buffers.sampling.counts_SV, slot_ids_B, commit.outcome_BF)
 
     # Draft: the MTP layer runs over the whole window to write its K/V, and drafts from the last emitted token.
     drafted_Bk = drafter.draft(
-        chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted
+        chosen_BT,
+        hidden_BTH,
+        commit.draft_start_B,
+        commit.num_accepted_B,
+        window.page_table_BP,
+        min(num_drafted, buffers.max_mtp_drafts),
     )
-    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
+
+
+def _with_copies(
+    ops: kernels.Backend, buffers: StepBuffers, slot_ids_B: Tensor, outcome_BF: Tensor, drafted_Bk: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The MTP drafts with copies behind them, and how many are valid; None: all.
+
+    Copies are made whatever the width of this step's window, because the next one may be wider."""
+    copies = buffers.copies
+    if copies is None:
+        return drafted_Bk, None
+    ops.append_text(copies.text_SL, slot_ids_B, outcome_BF)
+    if drafted_Bk.shape[1] < buffers.max_mtp_drafts:
+        return drafted_Bk, None  # copies have fixed places, behind the most MTP drafts
+    copied_Bc, num_copied_B = ops.draft_copies(
+        copies.text_SL,
+        slot_ids_B,
+        outcome_BF,
+        drafted_Bk,
+        num_copies=copies.num_copies,
+        min_match=copies.min_match,
+    )
+    return torch.cat((drafted_Bk, copied_Bc), dim=1), num_copied_B + drafted_Bk.shape[1]
 
 
 def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
     """The target's hidden of the last emitted token and of each draft after it."""
     if forward is Forward.RUN:
         return model.verify(verify_batch(window))
-    num_slots, num_columns = window.tokens_BT.shape
     if forward is Forward.PREFILLED:
-        return model.read_hidden(window.write_rows_BT[:, 0])[:, None].repeat(1, num_columns, 1)
-    return model.read_hidden(window.write_rows_BT.flatten()).view(num_slots, num_columns, -1)
+        return model.read_hidden(window.read_row_B)[:, None].repeat(1, window.tokens_BT.shape[1], 1)
+    return model.window_hidden(verify_batch(window))
 
 
 def score_result(result: StepResult) -> ScoreRows:
@@ -126,14 +160,25 @@ def score_result(result: StepResult) -> ScoreRows:
 
 
 def read_result(
-    outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]
+    outcome_BF: Tensor,
+    scores: ScoreRows | None,
+    slots: Sequence[int],
+    alternatives: Sequence[int | None],
+    drafts_Bk: Tensor | None = None,
+    *,
+    max_mtp_drafts: int,
 ) -> list[SlotOutcome]:
     """Convert a step's result to one outcome per slot, in the order of `slots`; waits for the device.
 
     scores: from `score_result`; None: no slot wants scores. alternatives: for each of `slots`, how many alternatives
-    come with each emitted token's score; None: no scores."""
+    come with each emitted token's score; None: no scores. drafts_Bk: the slots' drafts, int64; None: not wanted.
+    max_mtp_drafts: drafts beyond this many are copies."""
     rows = OutcomeRows.of(outcome_BF.numpy())
-    num_emitted_B, tokens_BT, drafts_Bk = rows.num_emitted_B.tolist(), rows.tokens_BT.tolist(), rows.drafts_Bk.tolist()
+    num_emitted_B, tokens_BT, num_valid_B = (
+        rows.num_emitted_B.tolist(),
+        rows.tokens_BT.tolist(),
+        rows.num_valid_drafts_B.tolist(),
+    )
     num_columns = rows.tokens_BT.shape[1]
     outcomes = []
     for place, slot in enumerate(slots):
@@ -154,7 +199,8 @@ def read_result(
                 stop=int(rows.stop_B[place]),
                 length=int(rows.length_B[place]),
                 checkpoints=((newer_row, newer_len), (older_row, older_len)),
-                drafts=drafts_Bk[place],
+                matched=num_valid_B[place] > max_mtp_drafts,
+                drafts=[] if drafts_Bk is None else drafts_Bk[place, : num_valid_B[place]].tolist(),
                 scores=emitted_scores,
             )
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from agentspec.errors import ConfigError
 from agentspec.kernels import PrefillBatch
+from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
@@ -51,7 +52,7 @@ from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
-from agentspec.types import Progress, most_drafts, no_progress
+from agentspec.types import DraftSource, Progress, RingShape, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
@@ -66,11 +67,21 @@ class _Results:
     """For each slot: how many alternatives come with an emitted token's score; None: no scores."""
     outcome_BF: Tensor
     """See decode_step.StepResult."""
+    drafts_Bk: Tensor | None
+    """int64. Drafts of the slots' next windows. None: no slot is constrained."""
+    max_mtp_drafts: int
     scores: ScoreRows | None
     """Of the emitted tokens. None: no slot wants scores."""
 
     def read(self) -> list[SlotOutcome]:
-        return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives)
+        return read_result(
+            self.outcome_BF,
+            self.scores,
+            self.slots,
+            self.alternatives,
+            self.drafts_Bk,
+            max_mtp_drafts=self.max_mtp_drafts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,18 +118,26 @@ class ModelExecutor:
         *,
         max_running: int,
         max_draft_tokens: int,
+        max_copies: int = 0,
         max_pages_per_slot: int,
         force_acceptance: tuple[float, ...] | None = None,
         allow_forced_output: bool = False,
         most_riders: int = 0,
+        ring: RingShape | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may
-        write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides.
+        """max_draft_tokens: of the MTP head. max_copies: drafts behind them that are copied from the slot's own text.
+        max_pages_per_slot: blocks of the longest sequence plus 2 * (max_draft_tokens + max_copies) tokens, which the
+        last step may write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides. ring: sizes
+        of the slots' rings, with which the model's pools were allocated; None: it has no rings.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
-        if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens)):
-            raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {most}")
+        if (
+            not 0
+            <= max_draft_tokens + max_copies
+            <= (most := most_drafts(model.spec.block_tokens, has_ring=ring is not None))
+        ):
+            raise ConfigError("draft_tokens", max_draft_tokens + max_copies, f"must be 0 to {most}, copies included")
         if max_draft_tokens > 0 and not model.spec.has_mtp:
             raise ConfigError(
                 "draft_tokens", max_draft_tokens, f"model {model.spec.name} has no MTP head; only 0 works"
@@ -131,9 +150,10 @@ class ModelExecutor:
         self._device = torch.device(device)
         self._with_mtp = max_draft_tokens > 0
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
-        self.draft_sources = self._drafter.sources(max_draft_tokens)
+        self.draft_sources = (*self._drafter.sources(max_draft_tokens), *(DraftSource.COPY,) * max_copies)
         """Where the draft at each position comes from."""
         self._needs_sampler = [False] * max_running
+        self._is_constrained = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
         self._graphs: _Graphs | None = None
         self._pending: deque[Callable[[], object]] = deque()
@@ -144,10 +164,12 @@ class ModelExecutor:
             self._buffers = StepBuffers.allocate(
                 max_running=max_running,
                 max_draft_tokens=max_draft_tokens,
+                max_copies=max_copies,
                 max_pages_per_slot=max_pages_per_slot,
                 vocab_size=model.spec.vocab_size,
                 num_model_stop_ids=len(model.spec.stop_token_ids),
                 block_tokens=model.spec.block_tokens,
+                ring=ring,
                 device=self._device,
             )
             is_forced = allow_forced_output or force_acceptance is not None
@@ -168,10 +190,16 @@ class ModelExecutor:
         sooner."""
         began = time.perf_counter()
         spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
-        sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
+        num_riding = self._num_riding(depths)
+        sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(num_riding)
         graphs = self._graphs = _Graphs(
             steps=StepGraphs(
-                self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device
+                self._captured_step,
+                recorder,
+                max_running=max_running,
+                depths=depths,
+                max_mtp_drafts=self._buffers.max_mtp_drafts,
+                device=self._device,
             ),
             prompts=PrefillGraphs(
                 partial(self._run_pass, None),
@@ -183,18 +211,18 @@ class ModelExecutor:
                 most_at_need=CHUNK_SIZES[-1],
             ),
             rides=RideGraphs(
-                partial(self._run_pass, num_drafted=max(depths)),
+                partial(self._run_pass, num_drafted=num_riding),
                 recorder,
                 keys=rides,
                 padding_slot=max_running,
-                num_columns=max(depths) + 1,
+                num_columns=num_riding + 1,
                 block_tokens=spec.block_tokens,
                 max_pages=max_pages,
                 device=self._device,
             ),
         )
         of_steps, of_prompts = graphs.steps.recordings(), graphs.prompts.recordings()
-        deepest = {key: record for key, record in of_steps.items() if key.num_drafted == max(depths)}
+        deepest = {key: record for key, record in of_steps.items() if key.num_drafted == num_riding}
         short = {num_tokens: record for num_tokens, record in of_prompts.items() if num_tokens <= CHUNK_SIZES[-1]}
         # In the order in which they are needed.
         soon = [*deepest.values(), *short.values()]
@@ -213,7 +241,7 @@ class ModelExecutor:
         return GraphReport(
             batch_sizes=batch_sizes(max_running),
             depths=tuple(depths),
-            num_graphs=len(graph_keys(max_running, depths)),
+            num_graphs=len(of_steps),
             chunk_sizes=sizes,
             num_rides=len(rides),
             num_late=len(left),
@@ -238,11 +266,12 @@ class ModelExecutor:
         spec = self._model.spec
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         alone = [(num_tokens, 0) for num_tokens in chunk_sizes(spec.hidden_size)]
-        ridden = [(ride.num_tokens, ride.batch_size) for ride in self._ride_keys(max(depths))]
+        num_riding = self._num_riding(depths)
+        ridden = [(ride.num_tokens, ride.batch_size) for ride in self._ride_keys(num_riding)]
         for num_tokens, num_windows in alone + ridden:
             room = chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages)
-            self._run_padding(room, num_windows, max(depths))
-        for key in graph_keys(max_running, depths):
+            self._run_padding(room, num_windows, num_riding)
+        for key in graph_keys(max_running, depths, max_mtp_drafts=self._buffers.max_mtp_drafts):
             self._captured_step(self._slot_ids([], key.batch_size), key)
         for work in self._unrecorded(depths):
             work()
@@ -254,10 +283,13 @@ class ModelExecutor:
         rooms = eager_rooms(spec.hidden_size, block_tokens=spec.block_tokens, max_pages=max_pages)
         for sizes in rooms:
             yield partial(self._run_padding, sizes)
-        for batch_size in sorted({ride.batch_size for ride in self._ride_keys(max(depths))}):
-            yield partial(self._run_padding, rooms[0], batch_size, max(depths))
+        num_riding = self._num_riding(depths)
+        for batch_size in sorted({ride.batch_size for ride in self._ride_keys(num_riding)}):
+            yield partial(self._run_padding, rooms[0], batch_size, num_riding)
         # A graph's variant samples and masks, or does neither; first steps also occur with only one of the two.
         for num_slots, num_drafted, sampled in product(batch_sizes(len(self._needs_sampler)), depths, (True, False)):
+            if num_drafted > self._buffers.max_mtp_drafts:
+                continue
             first = partial(self._step, sampled=sampled, constrained=not sampled, forward=Forward.PREFILLED)
             yield partial(first, self._slot_ids([], num_slots), num_drafted)
 
@@ -328,6 +360,11 @@ class ModelExecutor:
     def _windows(self, slot_ids_B: Tensor, num_drafted: int) -> VerifyBatch:
         return verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted))
 
+    def _num_riding(self, depths: Sequence[int]) -> int:
+        """Drafts of the windows that ride. Windows with copies don't: a pass is no place for columns that are often
+        dead."""
+        return min(max(depths), self._buffers.max_mtp_drafts)
+
     def _ride_keys(self, num_drafted: int) -> list[RideKey]:
         most_tokens = chunk_sizes(self._model.spec.hidden_size)[-1]
         return ride_keys(
@@ -338,6 +375,8 @@ class ModelExecutor:
         """Whether the plan's windows ride with its chunks: only where it saves time, and where a graph holds both or
         the pass is eager anyway."""
         if not (self.most_riders and plan.chunks and plan.decode_slots) or _is_scored(plan):
+            return False
+        if plan.num_drafted > self._buffers.max_mtp_drafts:
             return False
         num_slots, num_columns = len(plan.decode_slots), plan.num_drafted + 1
         if self._graphs is None:
@@ -377,9 +416,8 @@ class ModelExecutor:
         """Run first steps. Always eager: the device is still busy with the prompt while the host launches this."""
         slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         sampled, constrained = self._variant(plan, plan.first_slots)
-        return self._step(
-            slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED
-        )
+        num_drafted = min(plan.num_drafted, self._buffers.max_mtp_drafts)  # they verify nothing
+        return self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
 
     def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
         sampled, constrained = self._variant(plan, plan.decode_slots)
@@ -405,11 +443,17 @@ class ModelExecutor:
     def _results(self, slots: Sequence[int], result: StepResult) -> _Results:
         """Start copying a step's results to the host."""
         alternatives = [self._alternatives[slot] for slot in slots]
+        drafts_Bk = None
+        if any(self._is_constrained[slot] for slot in slots):
+            slot_ids_B = stage(slots, torch.int64, self._device)
+            drafts_Bk = SlotState.of(self._buffers.slots_SF.index_select(0, slot_ids_B)).tokens_BW[:, 1:]
         is_scored = any(wanted is not None for wanted in alternatives)
         return _Results(
             slots=tuple(slots),
             alternatives=alternatives,
             outcome_BF=_to_host(result.outcome_BF),
+            drafts_Bk=None if drafts_Bk is None else _to_host(drafts_Bk),
+            max_mtp_drafts=self._buffers.max_mtp_drafts,
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 
@@ -445,6 +489,7 @@ class ModelExecutor:
             self._forcing.join(joins)
         for join in joins:
             self._alternatives[join.slot] = join.logprobs
+            self._is_constrained[join.slot] = join.constrained
             self._needs_sampler[join.slot] = (
                 not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
             )

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from agentspec.cache.host_tier import CopyOrders
 from agentspec.runtime.plan import StepPlan
 from agentspec.runtime.request import Request
-from agentspec.types import CheckpointKind
+from agentspec.types import CheckpointKind, WindowShape
+
+NO_DRAFTS = WindowShape(0)
 
 
 @dataclass(slots=True)
@@ -21,5 +23,9 @@ class Flight:
     requests: dict[Request, None] = field(default_factory=dict)
     """All requests in the step, each once, in the order in which they are released. Not a set: a set's order would
     differ between runs."""
+    shape: WindowShape = NO_DRAFTS
+    """Of its windows."""
+    matched: frozenset[int] = frozenset()
+    """Slots that counted as matched when the shape was chosen."""
     copies: CopyOrders = field(default_factory=CopyOrders)
     """Started before the plan. Nothing in the plan waits for them."""

@@ -16,20 +16,22 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import OutcomeRows, Window
+from agentspec.kernels.slots import Window
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.decode_step import StepResult, decode_step
 from agentspec.runtime.plan import SlotJoin
 from agentspec.runtime.sampler import choose, next_positions
 from agentspec.runtime.step_buffers import StepBuffers, stage
+from agentspec.types import DraftSource
 
 
 class Forcing:
     """Forced acceptance and forced outputs of one executor's slots."""
 
     def __init__(self, buffers: StepBuffers, *, rates: Sequence[float] | None, allow_output: bool) -> None:
-        """rates: chance that a draft is accepted, given that those before it are; None: the target decides.
+        """rates: chance that an MTP draft is accepted, given that those before it are; None: the target decides. Copies
+        are accepted where they equal the target's choice.
         allow_output: requests may bring their output."""
         self._rate_K = None if rates is None else stage(rates, torch.float32, buffers.device)
         num_slots, num_pages = buffers.page_table_SP.shape
@@ -60,16 +62,9 @@ class Forcing:
         **variant: Any,
     ) -> StepResult:
         """Like decode_step."""
-        result = decode_step(
-            model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant
-        )
         if self._rate_K is not None and self._output_SL is not None:
-            # An accepted draft is emitted as it is, so it must be the forced token.
-            outcome = OutcomeRows.of(result.outcome_BF)
-            position_Bk = outcome.length_B[:, None] + torch.arange(1, num_drafted + 1, device=buffers.device)
-            drafts_Bk = _forced(self._output_SL, slot_ids_B, position_Bk, outcome.drafts_Bk)
-            kernels.backend(buffers.device).publish_drafts(buffers.slots_SF, slot_ids_B, result.outcome_BF, drafts_Bk)
-        return result
+            drafter = _ForcedDrafter(drafter, self._output_SL, slot_ids_B)
+        return decode_step(model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant)
 
     def _choose(
         self, buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, **variant: bool
@@ -82,6 +77,29 @@ class Forcing:
         return kernels.backend(buffers.device).force_acceptance(
             buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, self._rate_K
         )
+
+
+class _ForcedDrafter:
+    """Drafts the forced tokens, where there are any: an accepted draft is emitted as it is."""
+
+    def __init__(self, drafter: Drafter, output_SL: Tensor, slot_ids_B: Tensor) -> None:
+        self._drafter, self._output_SL, self._slot_ids_B = drafter, output_SL, slot_ids_B
+
+    def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
+        return self._drafter.sources(num_drafted)
+
+    def draft(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        last_B: Tensor,
+        page_table_BP: Tensor,
+        num_drafted: int,
+    ) -> Tensor:
+        drafts_Bk = self._drafter.draft(tokens_BT, hidden_BTH, start_B, last_B, page_table_BP, num_drafted)
+        position_Bk = (start_B + last_B)[:, None] + torch.arange(1, num_drafted + 1, device=start_B.device)
+        return _forced(self._output_SL, self._slot_ids_B, position_Bk, drafts_Bk)
 
 
 def _forced(output_SL: Tensor, slot_ids_B: Tensor, position_BT: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.step_buffers import stage
+from agentspec.types import MAX_WIDE_ROWS
 
 Result = TypeVar("Result")
 
@@ -175,17 +176,23 @@ class StepGraphs:
     """All decode-step graphs of an engine. Each is recorded by its first step at the latest: no step runs eagerly."""
 
     def __init__(
-        self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device
+        self,
+        step: Step,
+        recorder: Recorder,
+        *,
+        max_running: int,
+        depths: Sequence[int],
+        max_mtp_drafts: int,
+        device: torch.device,
     ) -> None:
-        """depths: values of k that steps may have. The slot after the last running one is the padding slot, which is
-        always inert, so recording changes nothing."""
+        """depths: numbers of drafts that steps may have. max_mtp_drafts: see `graph_keys`. The slot after the last
+        running one is the padding slot, which is always inert, so recording changes nothing."""
         self._step, self._recorder, self._device = step, recorder, device
         self._padding_slot = max_running
         self._sizes = batch_sizes(max_running)
         # The largest first: the smaller ones then fit into the memory that it took from the pool and gave back.
-        self._keys = sorted(
-            graph_keys(max_running, depths), key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True
-        )
+        keys = graph_keys(max_running, depths, max_mtp_drafts=max_mtp_drafts)
+        self._keys = sorted(keys, key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True)
         self._graphs: dict[GraphKey, _Graph] = {}
 
     def recordings(self) -> dict[GraphKey, Callable[[], object]]:
@@ -220,11 +227,13 @@ class StepGraphs:
         return self._graphs[key]
 
 
-def graph_keys(max_running: int, depths: Sequence[int]) -> list[GraphKey]:
-    """Keys of all decode-step graphs."""
+def graph_keys(max_running: int, depths: Sequence[int], *, max_mtp_drafts: int) -> list[GraphKey]:
+    """Keys of all decode-step graphs. Windows of more than max_mtp_drafts drafts have copies, and at most
+    `MAX_WIDE_ROWS` columns in all."""
     return [
         GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
         for size, num_drafted, sampled in product(batch_sizes(max_running), depths, (True, False))
+        if num_drafted <= max_mtp_drafts or size * (num_drafted + 1) <= MAX_WIDE_ROWS
     ]
 
 
@@ -233,10 +242,10 @@ def batch_sizes(max_running: int) -> tuple[int, ...]:
     return *(1 << power for power in range((max_running - 1).bit_length())), max_running
 
 
-def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int) -> int:
-    """Estimated device memory of an engine's decode-step graphs, before they are recorded."""
+def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int, has_copies: bool = False) -> int:
+    """Estimated device memory of an engine's decode-step graphs, before they are recorded. max_draft_tokens: of the MTP
+    head."""
     num_columns = max_draft_tokens + 1
-    num_graphs = 2 * len(batch_sizes(max_running)) * num_columns
-    return (
-        _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH
-    )
+    num_rows = max(max_running * num_columns, MAX_WIDE_ROWS * has_copies)
+    num_graphs = 2 * len(batch_sizes(max_running)) * (num_columns + 2 * has_copies)
+    return _LOGITS_AT_ONCE * num_rows * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
-from agentspec.types import ModelSpec, rows_of_request
+from agentspec.types import ModelSpec, RingShape, rows_of_request
 
 TOKENS_PER_CHECKPOINT = 8192
 """KV tokens per checkpoint row, beyond one row per running request. A session keeps about two checkpoints, beside a few
@@ -54,29 +54,44 @@ def longest_sequence(num_pages: int, max_draft_tokens: int, block_tokens: int) -
     return (num_pages - 1) * block_tokens - 2 * (max_draft_tokens + 1)
 
 
-def choose_slots(spec: ModelSpec, memory_bytes: Callable[[int], int], *, max_draft_tokens: int, least: int) -> int:
+def rings_bytes(spec: ModelSpec, ring: RingShape | None, max_running: int) -> int:
+    """Memory of all slots' rings, that of the padding slot included."""
+    return 0 if ring is None else (max_running + 1) * ring.capacity * spec.entry_bytes
+
+
+def choose_slots(
+    spec: ModelSpec,
+    memory_bytes: Callable[[int], int],
+    *,
+    max_draft_tokens: int,
+    least: int,
+    ring: RingShape | None = None,
+) -> int:
     """How many requests may run at the same time. A running request writes into rows of its own; they must leave room
     for the cache.
 
     memory_bytes: memory for rows and pages, given the number of slots; their graphs and buffers take memory too."""
     num_slots = least
     while num_slots < AUTO_MAX_RUNNING:
-        rows_bytes = 2 * num_slots * rows_of_request(max_draft_tokens) * spec.row_bytes
-        if rows_bytes > _RUNNING_SHARE * memory_bytes(2 * num_slots):
+        rows_bytes = 2 * num_slots * rows_of_request(max_draft_tokens, has_ring=ring is not None) * spec.row_bytes
+        if rows_bytes + rings_bytes(spec, ring, 2 * num_slots) > _RUNNING_SHARE * memory_bytes(2 * num_slots):
             break
         num_slots *= 2
     return num_slots
 
 
-def running_rows(max_running: int, max_draft_tokens: int) -> int:
+def running_rows(max_running: int, max_draft_tokens: int, *, has_ring: bool = False) -> int:
     """Rows that never hold a cached checkpoint: the reserved ones and those in which running requests write."""
-    return RESERVED + max_running * rows_of_request(max_draft_tokens)
+    return RESERVED + max_running * rows_of_request(max_draft_tokens, has_ring=has_ring)
 
 
-def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_draft_tokens: int) -> MemoryPlan:
-    """Split `memory_bytes` into rows and pages. Raises ConfigError if not even one short request per slot fits."""
-    own_rows = running_rows(max_running, max_draft_tokens)
-    base = (own_rows + max_running) * spec.row_bytes
+def plan_memory(
+    spec: ModelSpec, *, memory_bytes: int, max_running: int, max_draft_tokens: int, ring: RingShape | None = None
+) -> MemoryPlan:
+    """Split `memory_bytes` into rings, rows and pages. ring: sizes of the slots' rings; None: they have none. Raises
+    ConfigError if not even one short request per slot fits."""
+    own_rows = running_rows(max_running, max_draft_tokens, has_ring=ring is not None)
+    base = (own_rows + max_running) * spec.row_bytes + rings_bytes(spec, ring, max_running)
     least = base + (2 * max_running + 1) * spec.page_bytes
     if memory_bytes < least:
         raise ConfigError(

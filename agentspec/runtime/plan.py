@@ -141,8 +141,10 @@ class SlotOutcome:
     checkpoints: tuple[tuple[int, int], tuple[int, int]]
     """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no
     checkpoint."""
+    matched: bool = False
+    """Copies were made for the slot's next window."""
     drafts: list[int] = field(default_factory=list)
-    """The step's drafts for the slot's next window. Only constrained requests need them."""
+    """The drafts that were made for the next window, for a slot that joined with `constrained`."""
     scores: list[TokenScore] | None = None
     """One per emitted token, for a slot that joined with `logprobs`."""
 

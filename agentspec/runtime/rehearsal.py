@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from agentspec import kernels
 from agentspec.models.outline import META
 from agentspec.models.protocol import StepModel
+from agentspec.models.state import Rings
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.types import MOST_RIDERS
+from agentspec.types import MOST_RIDERS, RingShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,24 +25,30 @@ class Rehearsal:
     """Makes the model without memory, with its draft vocabulary chosen."""
     max_running: int
     max_draft_tokens: int
+    max_copies: int = 0
     depths: Sequence[int]
     """Every k that a step may use."""
     max_pages_per_slot: int
+    ring: RingShape | None = None
     force_acceptance: tuple[float, ...] | None = None
     allow_forced_output: bool = False
 
     def variants(self, compiler: kernels.KernelCompiler) -> list[kernels.Variant]:
         """The kernel variants that the engine will launch."""
         model = self.outline()
-        model.allocate(num_rows=self.max_running, num_pages=self.max_pages_per_slot)  # any size will do
+        rings = None if self.ring is None else Rings(self.max_running + 1, self.ring.capacity)
+        # Any number of rows and pages will do.
+        model.allocate(num_rows=self.max_running, num_pages=self.max_pages_per_slot, rings=rings)
         executor = ModelExecutor(
             model,
             max_running=self.max_running,
             max_draft_tokens=self.max_draft_tokens,
+            max_copies=self.max_copies,
             max_pages_per_slot=self.max_pages_per_slot,
             force_acceptance=self.force_acceptance,
             allow_forced_output=self.allow_forced_output,
             most_riders=MOST_RIDERS,
+            ring=self.ring,
             device=META,
         )
         return compiler.variants_of(lambda: executor.rehearse(self.depths))

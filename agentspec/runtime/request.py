@@ -103,6 +103,8 @@ class Request:
     """What went wrong, if `ending` is ERROR."""
     refused: str | None = None
     """The field of `submit` that caused the error; None: none of them."""
+    matched: bool = False
+    """Copies were made for the next window, when last known."""
     preemptions: int = 0
     counted_cached: bool = False
 
@@ -157,7 +159,7 @@ class Request:
         assert self.rows is not None
         self.phase = Phase.DECODE
         self.rolling = ((self.rows.newer, self.prompt_checkpoint), (self.rows.older, 0))
-        self.takes_first_step, self.drafts, self.stepped_at = True, [], None
+        self.takes_first_step, self.matched, self.drafts, self.stepped_at = True, False, [], None
         submit = self.submit
         return SlotJoin(
             request_id=self.request_id,
@@ -219,7 +221,7 @@ class Request:
         if not self.takes_first_step:  # a first step verifies nothing
             self._count(outcome)
         self.takes_first_step = False
-        self.rolling = outcome.checkpoints
+        self.rolling, self.matched = outcome.checkpoints, outcome.matched
         if self.constraint is not None:
             self.drafts = outcome.drafts
         ids = outcome.emitted

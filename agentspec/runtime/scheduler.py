@@ -24,7 +24,7 @@ from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotOutcome, StepOutcome,
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, is_promised, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
-from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, rows_of_request
+from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, WindowShape, rows_of_request
 from agentspec.wire import Event
 
 SESSION_CHECKPOINTS = 2
@@ -43,6 +43,7 @@ class Scheduler:
         metrics: EngineMetrics,
         max_running: int,
         max_draft_tokens: int,
+        has_ring: bool = False,
         pace: Pace,
         block_tokens: int,
         row_bytes: int,
@@ -54,6 +55,7 @@ class Scheduler:
         self._fair = fair
         self._metrics = metrics
         self._max_draft_tokens = max_draft_tokens
+        self._rows_of_request = rows_of_request(max_draft_tokens, has_ring=has_ring)
         self._pace = pace
         self._block = block_tokens
         self._row_bytes = row_bytes
@@ -108,8 +110,8 @@ class Scheduler:
         for request_id in list(self._by_id):
             self.abort(request_id)
 
-    def plan(self, choose_depth: Callable[[int], int]) -> Flight:
-        """Plan the next step. `choose_depth(batch size) -> k`."""
+    def plan(self, choose_shape: Callable[[int, int], WindowShape]) -> Flight:
+        """Plan the next step. `choose_shape(batch size, slots of it that matched when last known)`."""
         flight = Flight(StepPlan())
         self.cache.copy_ahead()
         holds_back = self._holds_constrained_back()
@@ -118,7 +120,11 @@ class Scheduler:
         joined = self._plan_prefill(flight)
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         if decoding or joined:
-            flight.plan.num_drafted = choose_depth(len(decoding) or len(joined))
+            flight.matched = frozenset(
+                request.slot for request in decoding if request.matched and request.slot is not None
+            )
+            flight.shape = choose_shape(len(decoding) or len(joined), len(flight.matched))
+            flight.plan.num_drafted = flight.shape.num_drafted
             assert 0 <= flight.plan.num_drafted <= self._max_draft_tokens
         flight.plan.first_slots = self._take_in(flight, joined)
         flight.plan.decode_slots = self._take_in(flight, decoding)
@@ -281,7 +287,7 @@ class Scheduler:
         lease = self.cache.acquire(match, session_id=request.submit.session_id)
         rows = None
         if self.cache.grow_pages(lease, pages):
-            rows = self.cache.take_rows(lease, rows_of_request(self._max_draft_tokens))
+            rows = self.cache.take_rows(lease, self._rows_of_request)
         # A preempted request leaves each running one a page to grow into; otherwise it would be preempted again at
         # once.
         margin = len(self._running) if request.preemptions else 0

@@ -26,12 +26,24 @@ from agentspec.kernels import slots as layout
 from agentspec.kernels.slots import SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
+from agentspec.types import MIN_COPY_MATCH, SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, RingShape, SamplingParams
 
 _MAX_REQUEST_STOP_IDS = 16
 
 Rows: TypeAlias = npt.NDArray[Any]
 """Host rows of a slot tensor for requests that join: [J, F]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopySource:
+    """What the copy drafter reads."""
+
+    text_SL: Tensor
+    """int32. Each slot's tokens by position, up to the last emitted one; stale behind it. Writer: join, the step."""
+    num_copies: int
+    """Copies that a step makes behind the MTP drafts."""
+    min_match: int
+    """Fewest tokens that must occur earlier in the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +59,10 @@ class StepBuffers:
     sampler, and the step (limits)."""
     block_tokens: int
     """Tokens in a page; checkpoints stand at multiples of it."""
+    copies: CopySource | None = None
+    """None: nothing is copied."""
+    ring: RingShape | None = None
+    """Sizes of the slots' rings; None: every column of a window has a row."""
 
     @classmethod
     def allocate(
@@ -54,13 +70,17 @@ class StepBuffers:
         *,
         max_running: int,
         max_draft_tokens: int,
+        max_copies: int = 0,
+        min_match: int = MIN_COPY_MATCH,
         max_pages_per_slot: int,
         vocab_size: int,
         num_model_stop_ids: int,
         block_tokens: int,
+        ring: RingShape | None = None,
         device: torch.device,
     ) -> Self:
-        num_slots, width = max_running + 1, max_draft_tokens + 1
+        """max_draft_tokens: of the MTP head. min_match: see CopySource."""
+        num_slots, width = max_running + 1, max_draft_tokens + max_copies + 1
         slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64, device=device)
         slot = SlotState.of(slots_SF)
         slot.read_row_B.fill_(ZERO_ROW)
@@ -87,6 +107,14 @@ class StepBuffers:
                 mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
             ),
             block_tokens=block_tokens,
+            copies=None
+            if max_copies == 0
+            else CopySource(
+                text_SL=torch.zeros(num_slots, max_pages_per_slot * block_tokens, dtype=torch.int32, device=device),
+                num_copies=max_copies,
+                min_match=min_match,
+            ),
+            ring=ring,
         )
 
     @property
@@ -99,8 +127,12 @@ class StepBuffers:
 
     @property
     def width(self) -> int:
-        """Most columns of a slot's window: max k + 1."""
+        """Most columns of a slot's window: one more than drafts."""
         return SlotState.of(self.slots_SF).tokens_BW.shape[1]
+
+    @property
+    def max_mtp_drafts(self) -> int:
+        return self.width - 1 - (0 if self.copies is None else self.copies.num_copies)
 
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
         """Write each slot's masks for the leading columns of its next window; its other columns keep their masks."""
@@ -130,13 +162,17 @@ class StepBuffers:
         self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
         for join in joins:
             self._join_vocabulary(join)
+            if self.copies is not None:
+                text = np.array([*join.prompt_ids, *join.output_ids], dtype=np.int32)
+                self.copies.text_SL[join.slot, : len(text)] = stage(text, torch.int32, self.device)
 
     def _slot_rows(self, joins: Sequence[SlotJoin]) -> Rows:
         rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
         slot = SlotState.of(rows_JF)
+        num_rows = self.width if self.ring is None else 1
         for join in joins:
-            assert len(join.rows.write) == self.width, (
-                f"slot {join.slot} needs {self.width} write rows, has {len(join.rows.write)}"
+            assert len(join.rows.write) == num_rows, (
+                f"slot {join.slot} needs {num_rows} write rows, has {len(join.rows.write)}"
             )
             assert join.length + 1 < join.length_limit, (
                 f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
@@ -144,10 +180,12 @@ class StepBuffers:
         slot.active_B[:] = 1
         slot.length_B[:] = [join.length for join in joins]
         slot.read_row_B[:] = [join.rows.prompt for join in joins]
+        slot.read_length_B[:] = [join.length + 1 for join in joins]
         slot.checkpoint_rows_B2[:] = [(join.rows.newer, join.rows.older) for join in joins]
         slot.checkpoint_lens_B2[:, 0] = [join.checkpoint_length for join in joins]
         slot.tokens_BW[:, 0] = [join.last_token for join in joins]
-        slot.write_rows_BW[:] = [join.rows.write for join in joins]
+        slot.write_rows_BW[:] = SCRATCH_ROW
+        slot.write_rows_BW[:, :num_rows] = [join.rows.write for join in joins]
         return rows_JF
 
     def _limits_rows(self, joins: Sequence[SlotJoin]) -> Rows:

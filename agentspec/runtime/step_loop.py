@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from agentspec.cache.host_tier import CopyOrders, HostMemory
@@ -27,20 +27,21 @@ from agentspec.runtime.plan import Executor, StepOutcome
 from agentspec.runtime.request import Request
 from agentspec.runtime.request_times import RequestTimes
 from agentspec.runtime.scheduler import Scheduler
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, SlotResult, WindowShape
 from agentspec.wire import Event, TokensEvent
 
 _PREPARE_EVERY = 128
 """While the loop is never idle, deferred start-up work runs every this many steps."""
 
 
-class DepthPolicy(Protocol):
-    """Chooses how many drafts a step verifies; implementations are in mtp/depth_policy.py."""
+class WindowPolicy(Protocol):
+    """Chooses which drafts a step verifies; implementations are in mtp/window_policy.py."""
 
-    def choose(self, batch_size: int) -> int: ...
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        """num_matched: slots that had copies in the last window that the host knows of."""
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        """Learn from a decode step: per slot (drafts offered, drafts accepted), and the device time of the step."""
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
+        """Learn from a decode step: the result of each slot, and the device time of the step."""
 
 
 class Copier(Protocol):
@@ -61,7 +62,7 @@ class StepLoop:
         *,
         scheduler: Scheduler,
         executor: Executor,
-        depth_policy: DepthPolicy,
+        window_policy: WindowPolicy,
         metrics: EngineMetrics,
         overlap: bool,
         token_counts: TokenCounts | None = None,
@@ -75,7 +76,7 @@ class StepLoop:
         self.metrics = metrics
         self.executor = executor
         """May be wrapped before the first step, for example to measure time."""
-        self._depth_policy = depth_policy
+        self._window_policy = window_policy
         self._overlap = overlap
         self._token_counts = token_counts
         self._copier = copier
@@ -108,7 +109,7 @@ class StepLoop:
         """Plan and launch one step, read the results that are due, and return the events in order."""
         if self._copier is not None:
             self.scheduler.copied(*self._copier.poll())
-        flight = self.scheduler.plan(self._depth_policy.choose)
+        flight = self.scheduler.plan(self._window_policy.choose)
         events = self.scheduler.drain_events()
         if flight.copies:
             assert self._copier is not None
@@ -146,13 +147,21 @@ class StepLoop:
     def _observe(self, flight: Flight, outcome: StepOutcome) -> None:
         verified = set(flight.plan.decode_slots)
         offered = [
-            (slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified
+            SlotResult(
+                offered=slot.num_drafted,
+                offered_copies=max(0, slot.num_drafted - flight.shape.num_mtp),
+                accepted=slot.num_accepted,
+                matched=flight.occupants[slot.slot].matched,
+                was_matched=slot.slot in flight.matched,
+            )
+            for slot in outcome.slots
+            if slot.emitted and slot.slot in verified
         ]
         if offered:
             seconds = (
                 0.0 if outcome.rode else outcome.decode_seconds
             )  # the rest of the step doesn't depend on k alone; don't learn from it
-            self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=seconds)
+            self._window_policy.observe(shape=flight.shape, slots=offered, seconds=seconds)
         now = self._clock()
         for slot in outcome.slots:
             request = flight.occupants[slot.slot]
@@ -172,11 +181,12 @@ def new_step_loop(
     prefix_cache: bool = True,
     max_running: int,
     max_draft_tokens: int,
+    has_ring: bool = False,
     pace: Pace,
     hold_seconds: float,
     fair_cost: float,
     executor: Executor,
-    depth_policy: DepthPolicy,
+    window_policy: WindowPolicy,
     overlap: bool,
     token_counts: TokenCounts | None = None,
     copier: Copier | None = None,
@@ -186,8 +196,10 @@ def new_step_loop(
     """A step loop with its scheduler and its cache.
 
     num_rows, num_pages: of the device's pools, with reserved ones. cache_bytes: bound on rows and pages together; None:
-    each pool is its own bound. fair_cost: see FairShare. clock: seconds. The rest as for StepLoop."""
-    own_rows, row_bytes, page_bytes = running_rows(max_running, max_draft_tokens), spec.row_bytes, spec.page_bytes
+    each pool is its own bound. has_ring: slots have rings. fair_cost: see FairShare. clock: seconds. The rest as for
+    StepLoop."""
+    own_rows = running_rows(max_running, max_draft_tokens, has_ring=has_ring)
+    row_bytes, page_bytes = spec.row_bytes, spec.page_bytes
     cache = HybridCache(
         num_rows=num_rows,
         num_pages=num_pages,
@@ -214,6 +226,7 @@ def new_step_loop(
         metrics=metrics,
         max_running=max_running,
         max_draft_tokens=max_draft_tokens,
+        has_ring=has_ring,
         pace=pace,
         block_tokens=spec.block_tokens,
         row_bytes=row_bytes,
@@ -223,7 +236,7 @@ def new_step_loop(
     return StepLoop(
         scheduler=scheduler,
         executor=executor,
-        depth_policy=depth_policy,
+        window_policy=window_policy,
         metrics=metrics,
         overlap=overlap,
         token_counts=token_counts,

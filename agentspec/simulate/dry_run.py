@@ -15,14 +15,14 @@ from typing import Literal, Self
 
 from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
-from agentspec.mtp.depth_policy import FixedDepth
+from agentspec.mtp.window_policy import FixedWindow
 from agentspec.runtime.memory_plan import MemoryPlan, running_rows
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.step_loop import Copier, new_step_loop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import ModelCosts
-from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec
+from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec, WindowShape
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class DryRun:
             hold_seconds=hold_seconds,
             fair_cost=fair_cost,
             executor=TimedExecutor(scripted, costs=costs, clock=clock),
-            depth_policy=FixedDepth(num_drafted),
+            window_policy=FixedWindow(WindowShape(num_drafted)),
             overlap=True,
             copier=None if copier is None else copier(clock),
             clock=clock,

@@ -68,10 +68,10 @@ from agentspec.config import EngineConfig  # noqa: E402
 from agentspec.engine import bundled, process  # noqa: E402
 from agentspec.engine.link import EngineSetup  # noqa: E402
 from agentspec.engine.thread import EngineThread  # noqa: E402
-from agentspec.mtp.depth_policy import FixedDepth  # noqa: E402
+from agentspec.mtp.window_policy import FixedWindow  # noqa: E402
 from agentspec.runtime.constraint_source import ConstraintSource  # noqa: E402
 from agentspec.text.tokenizer import Tokenizer  # noqa: E402
-from agentspec.types import DraftSource, ModelSpec, Progress  # noqa: E402
+from agentspec.types import DraftSource, ModelSpec, Progress, WindowShape  # noqa: E402
 from agentspec.wire import ModelInfo  # noqa: E402
 from tests.fakes import scripted_device  # noqa: E402
 
@@ -133,7 +133,7 @@ class LiveHouse(scripted_device.House):
             hold_seconds=0.5,
             overlap=config.overlap,
         )
-        self.loop._depth_policy = FixedDepth(NUM_DRAFTS)
+        self.loop._window_policy = FixedWindow(WindowShape(NUM_DRAFTS))
         self.published, self.resumed = deque(maxlen=1), deque(maxlen=1)  # type: ignore[assignment]
         stats = self.cache.stats
 

@@ -42,6 +42,7 @@ from agentspec.kernels.prefill_batch import (
 )
 from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, penalise
 from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Rings
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
 
 Int64s = npt.NDArray[np.int64]
@@ -117,6 +118,7 @@ class HashChainModel:
             has_mtp=has_mtp,
             stop_token_ids=(stop_id,),
             row_bytes=3 * 8,
+            entry_bytes=3 * 8,
             page_bytes=2 * 8 * block_tokens,
             block_tokens=block_tokens,
         )
@@ -158,11 +160,15 @@ class HashChainModel:
     def fp8_drafts(self) -> bool:
         return False
 
-    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+    def allocate(self, *, num_rows: int, num_pages: int, rings: Rings | None = None) -> None:
         self.rows_R3 = torch.full((num_rows, 3), _POISON, device=self._device)
         self.rows_R3[ZERO_ROW] = 0
         self.attention_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
         self.mtp_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
+        num_entries = 0 if rings is None else rings.num_slots * rings.capacity
+        self.entries_E3 = torch.full((num_entries, 3), _POISON, device=self._device)
+        """What each token added to s, and its h and c."""
+        self.ring_capacity = 0 if rings is None else rings.capacity
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         return (self.rows_R3,)
@@ -174,18 +180,45 @@ class HashChainModel:
         num_columns = batch.tokens_BT.shape[1]
         position_BT = batch.length_B[:, None] + self._position[:num_columns]
         token_BT = self._of_token.take(batch.tokens_BT)
-        row_B3 = self.rows_R3.index_select(0, batch.read_row_B)
+        row_B3 = self._committed_rows(batch)
         before_B1 = self._sum_pages(self.attention_PS, self._position, batch.page_table_BP, batch.length_B)
         attention_BT = token_BT * self._of_attention.take(position_BT)
         self._write_pages(self.attention_PS, batch.page_table_BP, position_BT, attention_BT)
         in_row_BT = self._of_position.take(position_BT)
-        s_BT = row_B3[:, :1] + (token_BT * in_row_BT).cumsum(1)
+        added_BT = token_BT * in_row_BT
+        s_BT = row_B3[:, :1] + added_BT.cumsum(1)
         h_BT = s_BT + before_B1 + attention_BT.cumsum(1)
         previous_BT = torch.cat((row_B3[:, 1:2], h_BT[:, :-1]), dim=1)
         pair_BT = (previous_BT * token_BT + in_row_BT) * (position_BT > 0)
         row_BT3 = torch.stack((s_BT, h_BT, row_B3[:, 2:] + pair_BT.cumsum(1)), dim=2)
-        self.rows_R3.index_copy_(0, batch.write_rows_BT.flatten(), row_BT3.flatten(0, 1))
+        if batch.ring is None:
+            self.rows_R3.index_copy_(0, batch.write_rows_BT.flatten(), row_BT3.flatten(0, 1))
+        else:
+            entry_BT3 = torch.cat((added_BT[..., None], row_BT3[:, :, 1:]), dim=2)
+            self.entries_E3.index_copy_(0, batch.ring.entries_BT.flatten(), entry_BT3.flatten(0, 1))
         return row_BT3[:, :, 1:]
+
+    def _committed_rows(self, batch: VerifyBatch) -> Tensor:
+        """(s, h, c) at the start of every window: [B, 3]. With rings: the read row and the entries behind it; the state
+        at the fold length is stored on the way."""
+        row_B3, ring = self.rows_R3.index_select(0, batch.read_row_B), batch.ring
+        if ring is None:
+            return row_B3
+        offset_C = self._position[: self.ring_capacity]
+        position_BC = ring.read_length_B[:, None] + offset_C
+        entry_BC3 = self.entries_E3[ring.slot_B[:, None] * self.ring_capacity + position_BC % self.ring_capacity]
+
+        def advanced(length_B: Tensor) -> Tensor:
+            is_before_BC1 = (position_BC < length_B[:, None])[..., None]
+            s_B1 = row_B3[:, :1] + (entry_BC3[:, :, :1] * is_before_BC1).sum(1)
+            last_B11 = (length_B - ring.read_length_B - 1).clamp(min=0)[:, None, None]
+            last_B2 = entry_BC3[:, :, 1:].gather(1, last_B11.expand(-1, 1, 2))[:, 0]
+            has_entry_B1 = (length_B > ring.read_length_B)[:, None]
+            return torch.cat((s_B1, torch.where(has_entry_B1, last_B2, row_B3[:, 1:])), dim=1)
+
+        folded_B3, row_B3 = advanced(ring.fold_length_B), advanced(ring.start_B)
+        self.rows_R3.index_copy_(0, ring.fold_row_B, folded_B3)
+        return row_B3
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
         offset_U, start_U, rows_U3 = (
@@ -241,6 +274,11 @@ class HashChainModel:
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         return self.rows_R3.index_select(0, rows_B)[:, 1:]
+
+    def window_hidden(self, batch: VerifyBatch) -> Tensor:
+        if batch.ring is None:
+            return self.rows_R3[batch.write_rows_BT, 1:]
+        return self.entries_E3[batch.ring.entries_BT, 1:]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._table[self._table_row(hidden)]

@@ -32,7 +32,9 @@ from agentspec.types import (
     CheckpointKind,
     ModelSpec,
     SamplingParams,
+    SlotResult,
     TokenScore,
+    WindowShape,
 )
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 
@@ -257,7 +259,7 @@ class ScriptedDevice:
 
 
 class FixedDepth:
-    """Satisfies step_loop.DepthPolicy and records its calls."""
+    """Satisfies step_loop.WindowPolicy and records its calls."""
 
     def __init__(self, num_drafted: int) -> None:
         self.num_drafted = num_drafted
@@ -265,12 +267,12 @@ class FixedDepth:
         self.observed: list[tuple[int, list[tuple[int, int]]]] = []
         self.seconds: list[float] = []
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
         self.batches.append(batch_size)
-        return self.num_drafted
+        return WindowShape(self.num_drafted)
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        self.observed.append((num_drafted, slots))
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
+        self.observed.append((shape.num_drafted, [(slot.offered, slot.accepted) for slot in slots]))
         self.seconds.append(seconds)
 
 
@@ -330,7 +332,7 @@ class House:
         self.loop = StepLoop(
             scheduler=self.scheduler,
             executor=self.device,
-            depth_policy=self.depth,
+            window_policy=self.depth,
             metrics=self.metrics,
             overlap=overlap,
         )

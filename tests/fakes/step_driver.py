@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.state import Rings
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, StepPlan
-from agentspec.types import MOST_RIDERS, SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
+from agentspec.types import MOST_RIDERS, SCRATCH_ROW, STOP_RUNNING, RingShape, SamplingParams, rows_of_request, tokens
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
 
@@ -47,13 +48,19 @@ class StepDriver:
         max_length: int = 256,
         force_acceptance: tuple[float, ...] | None = None,
         most_riders: int = MOST_RIDERS,
+        has_ring: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.model = model
-        self.max_draft_tokens = max_draft_tokens
-        self._rows_per_slot = max_draft_tokens + 3
+        self.max_draft_tokens, self.has_ring = max_draft_tokens, has_ring
+        self._rows_per_slot = rows_of_request(max_draft_tokens, has_ring=has_ring)
+        ring = RingShape.of(max_draft_tokens + 1, model.spec.block_tokens) if has_ring else None
         self._pages_per_slot = -(-(max_length + 2 * max_draft_tokens) // model.spec.block_tokens)
-        model.allocate(num_rows=2 + max_running * self._rows_per_slot, num_pages=1 + max_running * self._pages_per_slot)
+        model.allocate(
+            num_rows=2 + max_running * self._rows_per_slot,
+            num_pages=1 + max_running * self._pages_per_slot,
+            rings=None if ring is None else Rings(max_running + 1, ring.capacity),
+        )
         self.executor = ModelExecutor(
             model,
             max_running=max_running,
@@ -61,6 +68,7 @@ class StepDriver:
             max_pages_per_slot=self._pages_per_slot,
             force_acceptance=force_acceptance,
             most_riders=most_riders,
+            ring=ring,
             device=device,
         )
         self.running: dict[int, Running] = {}
@@ -158,8 +166,12 @@ class StepDriver:
         assert newer_length > older_length or newer_length == older_length == 0
         block = self.model.spec.block_tokens
         first = len(running.request.prompt) - 1
-        if outcome.length // block > first // block:
-            assert newer_length == outcome.length // block * block
+        stored = outcome.length
+        if self.has_ring:
+            # The step after the one that reaches a boundary stores the state there.
+            stored = max(outcome.length - len(outcome.emitted), len(running.request.prompt))
+        if stored // block > first // block:
+            assert newer_length == stored // block * block
 
 
 def greedy(

@@ -195,7 +195,7 @@ def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
             _, heads, value_dim, key_dim = ssm.shape
             if flaw == "no L2 norm":
                 parts.patch.setattr(reference_gated_delta, "_l2_normalize", lambda x: x.float())
-            q, k, v = reference_gated_delta._split_heads(qkv, heads, value_dim, key_dim)
+            q, k, v = reference_gated_delta.split_heads(qkv, heads, value_dim, key_dim)
             if flaw == "no query scale":
                 q = q * key_dim**0.5
             bias = torch.zeros_like(dt_bias) if flaw == "no dt_bias" else dt_bias

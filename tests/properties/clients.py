@@ -56,6 +56,8 @@ class Turn:
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     """(emitted, drafted, accepted) of every decode step that was collected before the request ended."""
     num_first_steps: int = 0
+    length_before: int = 0
+    """Tokens in the state before its last step."""
     """One for each admission that got as far as the first step."""
 
 

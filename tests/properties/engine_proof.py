@@ -8,7 +8,8 @@ publish changes its output. `Proof` checks
 - every stream: it equals the same request run alone, with no cache and no drafts, and no token emitted by the device is
   lost;
 - every request: exactly one terminal event, in finite time, with correct usage, text and scores;
-- every end of a request: the deepest boundary that the kept tokens reached has a state;
+- every end of a request: the deepest boundary that the kept tokens reached has a state (with rings: those before the
+  last step);
 - drafts of a perfect drafter: all are accepted, whatever was cached, resumed or preempted before;
 - every write: only to rows and pages that the writer owns; every read row is owned or locked (watched_device.py), on a
   device that may run behind the host;
@@ -294,12 +295,13 @@ class Proof:
 
     def _check_released(self, turn: Turn, lease: Lease) -> None:
         """Check that a released request left a state for the next turn: at the last boundary that its decode steps
-        crossed."""
+        crossed. With a ring: that its tokens had reached before its last step."""
         request = turn.request
         if turn.cached is None:
             turn.cached = lease.num_cached
         self.paths["released while inert in a step in flight"] += request.in_flight > 0
-        boundary = (len(request.sequence) - 1) // BLOCK * BLOCK
+        reached = turn.length_before if self.setup.has_ring else len(request.sequence) - 1
+        boundary = reached // BLOCK * BLOCK
         is_wanted = request.turn_trusted or request.ending is None
         self.paths["ended untrusted"] += not is_wanted
         if is_wanted and request.rolling and boundary >= request.computed and self.cache.enabled:
@@ -312,6 +314,7 @@ class Proof:
         if request.ending is not None or not slot.emitted:
             return
         turn = self.running[request.request_id]
+        turn.length_before = len(request.sequence) - 1
         num_accepted = slot.num_accepted if request.dead_end is None else min(slot.num_accepted, request.dead_end)
         if request.takes_first_step:
             assert (len(slot.emitted), slot.num_drafted) == (1, 0), "a first step emits one token"

@@ -6,7 +6,7 @@ Every engine is derived from one integer, which reproduces it. Builds the engine
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +16,7 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.types import MOST_RIDERS
+from agentspec.types import MOST_RIDERS, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -66,6 +66,8 @@ class EngineSetup:
     """Copies are very late."""
     most_riders: int = MOST_RIDERS
     """See runtime/ride.py."""
+    has_ring: bool = False
+    """Slots have rings."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
@@ -75,7 +77,8 @@ class EngineSetup:
         drafts = rng.randrange(8)
         is_crowded = rng.random() < 0.15
         max_running = rng.choice([8, 12] if is_crowded else [1, 3, 4, 6, 8, 8, 10, 10, 12, 12])
-        per_request = drafts + 3
+        has_ring = random.Random(f"ring {seed}").random() < 0.5
+        per_request = rows_of_request(drafts, has_ring=has_ring)
         few_rows = not is_crowded and rng.random() < 0.3
         few_pages = is_crowded or rng.random() < 0.45
         if few_rows:
@@ -121,6 +124,7 @@ class EngineSetup:
             host=random_host(rng),
             slow_copies=is_crowded,
             most_riders=rng.choice([0, 16, MOST_RIDERS, MOST_RIDERS]),
+            has_ring=has_ring,
         )
 
     @property
@@ -144,12 +148,14 @@ class EngineSetup:
         budget_bytes = int(
             self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes)
         )
-        least_rows = self.max_draft_tokens + 3 + MAX_PROMPT_CHECKPOINTS
+        own_rows = rows_of_request(self.max_draft_tokens, has_ring=self.has_ring)
+        least_rows = own_rows + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
         assembly = build(
             model,
             config=EngineConfig(
                 draft_tokens=self.max_draft_tokens,
+                state_form="ring" if self.has_ring else "rows",
                 prefix_cache=self.prefix_cache,
                 overlap=self.overlap,
                 max_running=self.max_running,
@@ -165,7 +171,7 @@ class EngineSetup:
                 max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
             ),
             most_riders=self.most_riders,
-            depth_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
+            window_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
             clock=clock,
         )
         assembly.cache.budget_bytes = budget_bytes
@@ -184,13 +190,13 @@ def random_host(rng: random.Random) -> HostMemory | None:
 
 
 class RandomDepth:
-    """A depth policy that chooses k at random."""
+    """A window policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
         self._max, self._rng = max_draft_tokens, rng
 
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(self._rng.randint(0, self._max))
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         pass

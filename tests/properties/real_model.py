@@ -32,7 +32,16 @@ from agentspec.engine.in_process import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
-from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
+from agentspec.types import (
+    BLOCK_TOKENS,
+    Breakpoint,
+    CheckpointKind,
+    FinishReason,
+    SamplingParams,
+    SlotResult,
+    WindowShape,
+    rows_of_request,
+)
 from agentspec.wire import FinishEvent, Submit, TokensEvent
 from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -92,15 +101,15 @@ class Clock:
 
 
 class RandomDepth:
-    """A depth policy that chooses k at random."""
+    """A window policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, seed: int) -> None:
         self._max, self._rng = max_draft_tokens, random.Random(seed)
 
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(self._rng.randint(0, self._max))
 
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         """Do nothing: random choices learn nothing."""
 
 
@@ -129,6 +138,8 @@ class EngineSetup:
     """Share of requests that continue past the model's stop ids."""
     forced_share: float = 0.0
     """Share of requests with a forced output."""
+    has_ring: bool = False
+    """Slots have rings."""
 
     @classmethod
     def random(cls, rng: random.Random, *, tight: bool = False) -> EngineSetup:
@@ -161,6 +172,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
         model,
         config=EngineConfig(
             draft_tokens=k,
+            state_form="ring" if setup.has_ring else "rows",
             prefix_cache=setup.prefix_cache,
             overlap=setup.overlap,
             max_running=setup.max_running,
@@ -168,13 +180,13 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
             allow_forced_output=setup.forced_share > 0,
         ),
         memory=MemoryPlan(
-            num_rows=2 + setup.max_running * (k + 3) + setup.spare_rows,
+            num_rows=2 + setup.max_running * rows_of_request(k, has_ring=setup.has_ring) + setup.spare_rows,
             num_pages=setup.num_pages,
             max_length=setup.max_length,
             host=setup.host_memory,
         ),
         device=model.device,
-        depth_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
+        window_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
         clock=clock or Clock(),
     )
     poison(model)

@@ -14,7 +14,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic
 from agentspec.models.protocol import VerifyBatch
-from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
+from agentspec.types import BLOCK_TOKENS, SCRATCH_ROW, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.copy_counter import CopyCounter
 from tests.fakes.prompt_run import Run, batch_of
@@ -37,6 +37,12 @@ SETUPS = {
         seed=8, max_draft_tokens=4, random_depth=True, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10
     ),
 }
+RINGS = {
+    "rings": EngineSetup(seed=11, max_draft_tokens=15, random_depth=True, prefill_budget=130, has_ring=True),
+    "rings, tight": EngineSetup(
+        seed=8, max_draft_tokens=7, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10, has_ring=True
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +61,17 @@ def test_chunk_ending_on_checkpoint_writes_both_rows(checkpoint: Path) -> None:
         Scratch(checkpoint).check(model, row, [2], tokens, with_mtp=False, context="two writes at one count")
 
 
-@pytest.mark.parametrize("loader", [load, load_decay_model], ids=["delta rule", "scalar decay"])
-@pytest.mark.parametrize("name", SETUPS)
-def test_published_and_resumed_states_equal_scratch_prefill(checkpoint: Path, name: str, loader: Loader) -> None:
-    simulation = Simulation(SETUPS[name], checkpoint, num_agents=8, loader=loader)
+@pytest.mark.parametrize(
+    ("setup", "loader"),
+    [
+        *(pytest.param(setup, load, id=name) for name, setup in (SETUPS | RINGS).items()),
+        *(pytest.param(setup, load_decay_model, id=f"scalar decay, {name}") for name, setup in SETUPS.items()),
+    ],
+)
+def test_published_and_resumed_states_equal_scratch_prefill(
+    checkpoint: Path, setup: EngineSetup, loader: Loader
+) -> None:
+    simulation = Simulation(setup, checkpoint, num_agents=8, loader=loader)
     spy = StateSpy(simulation, Scratch(checkpoint, loader=loader))
     simulation.run()
     assert spy.num_resumed > 5
@@ -75,7 +88,7 @@ class CallSpy:
         """(slots, columns) of each verify, and of the windows of each ride."""
         self.chunk_writes: list[int] = []
         """Number of state writes of each chunk."""
-        self.num_rides = 0
+        self.num_rides = self.num_folds = 0
         verify, prefill, ride = model.verify, model.prefill, model.ride
 
         def spy_verify(batch: VerifyBatch) -> Tensor:
@@ -100,35 +113,39 @@ class CallSpy:
     def _count_windows(self, batch: VerifyBatch) -> None:
         num_slots, num_columns = batch.tokens_BT.shape
         self.windows.append((num_slots, num_columns))
+        if batch.ring is not None:
+            self.num_folds += int((batch.ring.fold_row_B != SCRATCH_ROW).sum())
 
     def _count_chunks(self, batch: PrefillBatch) -> None:
         self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
 
-    def tiles(self, num_layers: int) -> tuple[int, int]:
-        """(read, written) by design: a window reads one row per slot and writes one per column; a chunk reads one and
-        writes the requested ones."""
+    def tiles(self, num_layers: int, *, has_ring: bool) -> tuple[int, int]:
+        """(read, written) by design: a window reads one row per slot and writes one per column, with rings only folded
+        ones; a chunk reads one and writes the requested ones."""
         read = sum(num_slots for num_slots, _ in self.windows) + len(self.chunk_writes)
-        written = sum(num_slots * num_columns for num_slots, num_columns in self.windows) + sum(self.chunk_writes)
+        columns = sum(num_slots * num_columns for num_slots, num_columns in self.windows)
+        written = (self.num_folds if has_ring else columns) + sum(self.chunk_writes)
         return num_layers * read, num_layers * written
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", SETUPS | RINGS)
 def test_run_copies_no_state(checkpoint: Path, name: str) -> None:
-    simulation = Simulation(SETUPS[name], checkpoint, num_agents=5)
+    setup = (SETUPS | RINGS)[name]
+    simulation = Simulation(setup, checkpoint, num_agents=5)
     calls = CallSpy(simulation.model)
     state_traffic.reset()
     with CopyCounter(simulation.model.pools.tensors()) as counter:
         simulation.run()
     assert counter.touched == []
     assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(
-        simulation.model.pools["ssm_LRVDK"].shape[0]
+        simulation.model.pools["ssm_LRVDK"].shape[0], has_ring=setup.has_ring
     )
     assert calls.num_rides > 0
     stats, metrics = simulation.assembly.cache.stats(), simulation.metrics
     assert metrics.cached_tokens > 0
     assert stats["checkpoints_created"] > 10
     assert stats["checkpoints_superseded"] > 0
-    assert bool(metrics.preemptions) == (name == "tight")
+    assert bool(metrics.preemptions) == ("tight" in name)
 
 
 @pytest.mark.parametrize("num_drafted", [0, 3])

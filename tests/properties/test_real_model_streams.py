@@ -4,7 +4,7 @@ alone."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,9 @@ def test_stream_equals_turn_run_alone(name: str, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path / "checkpoint", case.family, **case.overrides)
     rng, reference = random.Random(case.seed), alone(checkpoint, loader=case.loader)
     num_drafted = num_accepted = num_steps_with_three = num_resumed = num_stops_inside = num_preempted = 0
-    for _ in range(case.num_setups):
-        setup = EngineSetup.random(rng, tight=case.tight)
+    for number in range(case.num_setups):
+        has_ring = number % 2 == 1 and case.loader is load
+        setup = replace(EngineSetup.random(rng, tight=case.tight), has_ring=has_ring)
         simulation = Simulation(
             setup, checkpoint, num_agents=case.agents_each, sampled=case.sampled, loader=case.loader
         )

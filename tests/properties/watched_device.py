@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from agentspec.cache.hybrid_cache import HybridCache, Lease
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import PrefillBatch, RingWindow
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.models.protocol import VerifyBatch
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
@@ -65,6 +65,7 @@ class WatchedDevice:
         self._on_outcome = on_outcome
         self._paths = paths
         self._block = model.spec.block_tokens
+        self._ring_capacity = model.ring_capacity
         self._queue: deque[_Step] = deque()
         self._running: _Step | None = None
         self._drafting: list[Lease] = []
@@ -121,7 +122,13 @@ class WatchedDevice:
                 assert len(batch.tokens_BT) == len(step.decoding), (
                     f"{len(batch.tokens_BT)} windows of a step in which {len(step.decoding)} slots decode"
                 )
-                self._check_rows(step.decoding, batch.read_row_B.tolist(), batch.write_rows_BT.tolist())
+                if batch.ring is None:
+                    written = batch.write_rows_BT.tolist()
+                else:
+                    written = batch.ring.fold_row_B[:, None].tolist()
+                    assert batch.ring.slot_B.tolist() == step.plan.decode_slots
+                    self._check_entries(batch.ring)
+                self._check_rows(step.decoding, batch.read_row_B.tolist(), written)
                 self._check_pages(step.decoding, batch.page_table_BP, batch.length_B, batch.tokens_BT.shape[1])
             result: Tensor = verify(batch)
             return result
@@ -150,6 +157,14 @@ class WatchedDevice:
             return result
 
         model.verify, model.prefill, model.mtp = watched_verify, watched_prefill, watched_mtp
+
+    def _check_entries(self, ring: RingWindow) -> None:
+        """A window's entries are in its slot's ring, and none is the entry of a position that it reads."""
+        capacity = self._ring_capacity
+        assert (ring.entries_BT // capacity == ring.slot_B[:, None]).all(), "a window writes to another slot's ring"
+        span = int((ring.start_B - ring.read_length_B).max()) + ring.entries_BT.shape[1]
+        assert span <= capacity, f"{span} entries in a ring of {capacity}"
+        self._paths["fold"] += int((ring.fold_row_B != SCRATCH_ROW).sum())
 
     def _check_rows(self, leases: list[Lease], read: list[int], written: list[list[int]]) -> None:
         for lease, source, rows in zip(leases, read, written, strict=True):

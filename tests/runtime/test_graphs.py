@@ -39,7 +39,9 @@ class Watched:
     def __init__(self, *, max_running: int, depths: Sequence[int]) -> None:
         self.calls: list[tuple[GraphKey, list[int]]] = []
         self.recorder = Replayer()
-        self.graphs = StepGraphs(self._step, self.recorder, max_running=max_running, depths=depths, device=CPU)
+        self.graphs = StepGraphs(
+            self._step, self.recorder, max_running=max_running, depths=depths, max_mtp_drafts=3, device=CPU
+        )
 
     def record(self, *depths: int) -> list[tuple[GraphKey, list[int]]]:
         """The calls made by recording these depths."""

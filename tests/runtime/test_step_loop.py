@@ -69,7 +69,7 @@ def test_overlap_changes_no_stream(accepted: int) -> None:
     assert said[0] == said[1]
 
 
-def test_depth_policy_chooses_for_each_batch_and_observes_outcomes() -> None:
+def test_window_policy_chooses_for_each_batch_and_observes_outcomes() -> None:
     house = House(overlap=False, accept=2, drafts=3)
     house.submit("a", letters(10), "abcdefgh")
     house.submit("b", letters(10, seed=1), "a")
@@ -79,7 +79,7 @@ def test_depth_policy_chooses_for_each_batch_and_observes_outcomes() -> None:
 
 
 @pytest.mark.parametrize("rides", [False, True])
-def test_depth_policy_gets_no_time_of_a_step_with_riding_windows(rides: bool) -> None:
+def test_window_policy_gets_no_time_of_a_step_with_riding_windows(rides: bool) -> None:
     """Most of that time is included in the chunks' time."""
     house = House(overlap=False, accept=2, drafts=3, max_running=2)
     house.device.decode_seconds, house.device.rides = 0.25, rides
@@ -207,7 +207,7 @@ class ListeningPace:
         self.told.append(times)
 
 
-def test_inert_slots_are_not_shown_to_the_depth_policy() -> None:
+def test_inert_slots_are_not_shown_to_the_window_policy() -> None:
     """With overlap the step after the last one still contains the ended request."""
     house = House(overlap=True, accept=3)
     house.submit("a", letters(10), "ab")

@@ -1,6 +1,7 @@
 """The reference backend: every operation in plain torch. Slow and readable; faster backends are tested against it. A
 backend.Backend."""
 
+from agentspec.kernels.reference.copies import append_text, draft_copies
 from agentspec.kernels.reference.fused import (
     add_experts,
     add_linear,
@@ -21,6 +22,7 @@ from agentspec.kernels.reference.fused import (
     rms_norm,
     store_keys_values,
 )
+from agentspec.kernels.reference.gated_delta_ring import fold_hidden, gated_delta_ring_step
 from agentspec.kernels.reference.hidden import save_hidden
 from agentspec.kernels.reference.sampling import sample
 from agentspec.kernels.reference.window import commit_window, force_acceptance, open_window, publish_drafts
@@ -28,15 +30,19 @@ from agentspec.kernels.reference.window import commit_window, force_acceptance, 
 __all__ = [
     "add_experts",
     "add_linear",
+    "append_text",
     "argmax",
     "attention_prefill",
     "attention_step",
     "commit_window",
     "draft_argmax",
     "draft_best",
+    "draft_copies",
     "expert_sum",
+    "fold_hidden",
     "force_acceptance",
     "gated_delta_prefill",
+    "gated_delta_ring_step",
     "gated_delta_step",
     "linear",
     "logits",

@@ -14,7 +14,7 @@ from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import touches_pools
 
 
-def _convolve(window: Tensor, weight_C4: Tensor) -> Tensor:
+def convolve(window: Tensor, weight_C4: Tensor) -> Tensor:
     """SiLU of the convolution of window [..., T+3, C] (time before channels): [..., T, C], float32 inside."""
     num_tokens = window.shape[-2] - 3
     taps = weight_C4.float().t()
@@ -42,7 +42,7 @@ def causal_conv(
     window = torch.cat([conv_R3C[read_row_B], x_BTC], 1)
     states_BTC3 = window.unfold(1, 3, 1)[:, 1:]
     conv_R3C[write_rows_BT] = states_BTC3.transpose(2, 3)
-    return _convolve(window, weight_C4)
+    return convolve(window, weight_C4)
 
 
 @touches_pools
@@ -61,5 +61,5 @@ def causal_conv_prefill(x_NC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, batch
             count = block.end - span.begin
             for row in block.save_rows:
                 conv_R3C[row] = window[count : count + 3]
-        y_NC[span.tokens] = _convolve(window, weight_C4)
+        y_NC[span.tokens] = convolve(window, weight_C4)
     return y_NC

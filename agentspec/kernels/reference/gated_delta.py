@@ -28,12 +28,12 @@ def _l2_normalize(x: Tensor) -> Tensor:
     return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + _L2_EPS)
 
 
-def _gates(a: Tensor, b: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
+def gates(a: Tensor, b: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
     """(log decay g, write strength beta), both float32 [..., V]."""
     return -a_log_V.exp() * softplus(a.float() + dt_bias_V), torch.sigmoid(b.float())
 
 
-def _split_heads(qkv: Tensor, num_value_heads: int, value_dim: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, num_value_heads: int, value_dim: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [..., V, K] (normalised, repeated to the value heads, q scaled) and v [..., V, D], float32."""
     num_keys = (qkv.shape[-1] - num_value_heads * value_dim) // 2
     q, k, v = torch.split(qkv, [num_keys, num_keys, num_value_heads * value_dim], -1)
@@ -42,6 +42,11 @@ def _split_heads(qkv: Tensor, num_value_heads: int, value_dim: int, key_dim: int
     k = _l2_normalize(torch.unflatten(k, -1, (-1, key_dim)))
     v = torch.unflatten(v, -1, (num_value_heads, value_dim)).float()
     return q.repeat_interleave(repeats, -2), k.repeat_interleave(repeats, -2), v
+
+
+def apply_state(state_BVDK: Tensor, x_BVK: Tensor) -> Tensor:
+    """S x of every head: [B, V, D]."""
+    return (state_BVDK @ x_BVK[..., None]).squeeze(-1)
 
 
 @touches_pools
@@ -67,18 +72,17 @@ def gated_delta(
     Returns: o_BTVD, float32.
     """
     _, num_value_heads, value_dim, key_dim = ssm_RVDK.shape
-    q_BTVK, k_BTVK, v_BTVD = _split_heads(qkv_BTC, num_value_heads, value_dim, key_dim)
-    g_BTV, beta_BTV = _gates(a_BTV, b_BTV, a_log_V, dt_bias_V)
+    q_BTVK, k_BTVK, v_BTVD = split_heads(qkv_BTC, num_value_heads, value_dim, key_dim)
+    g_BTV, beta_BTV = gates(a_BTV, b_BTV, a_log_V, dt_bias_V)
     decay_BTV = g_BTV.exp()
     state = ssm_RVDK[read_row_B]
     num_slots, num_tokens = write_rows_BT.shape
     o_BTVD = torch.empty_like(v_BTVD)
     for t in range(num_tokens):
-        q, k = q_BTVK[:, t, :, :, None], k_BTVK[:, t, :, :, None]
         state *= decay_BTV[:, t, :, None, None]
-        delta = (v_BTVD[:, t] - (state @ k).squeeze(-1)) * beta_BTV[:, t, :, None]
-        state += delta[..., None] * k.transpose(-1, -2)
-        o_BTVD[:, t] = (state @ q).squeeze(-1)
+        delta_BVD = (v_BTVD[:, t] - apply_state(state, k_BTVK[:, t])) * beta_BTV[:, t, :, None]
+        state += delta_BVD[..., None] * k_BTVK[:, t, :, None, :]
+        o_BTVD[:, t] = apply_state(state, q_BTVK[:, t])
         ssm_RVDK[write_rows_BT[:, t]] = state
     state_traffic.rows_read += num_slots
     state_traffic.rows_written += num_slots * num_tokens
@@ -103,8 +107,8 @@ def gated_delta_blocks(
     Returns: o_NVD, float32.
     """
     _, num_value_heads, value_dim, key_dim = ssm_RVDK.shape
-    q, k, v = (x.transpose(0, 1) for x in _split_heads(qkv_NC, num_value_heads, value_dim, key_dim))
-    g, beta = (x.transpose(0, 1) for x in _gates(a_NV, b_NV, a_log_V, dt_bias_V))
+    q, k, v = (x.transpose(0, 1) for x in split_heads(qkv_NC, num_value_heads, value_dim, key_dim))
+    g, beta = (x.transpose(0, 1) for x in gates(a_NV, b_NV, a_log_V, dt_bias_V))
     o_VND = torch.empty_like(v)
     for span in read_spans(batch):
         state_VDK = ssm_RVDK[span.read_row].clone()

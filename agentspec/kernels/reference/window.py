@@ -12,11 +12,13 @@ from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
 from agentspec.kernels.reference.verdict import count_matches, truncate
-from agentspec.kernels.slots import TOKENS, Commit, OutcomeRows, SlotLimits, SlotState, Window
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, ZERO_ROW
+from agentspec.kernels.slots import TOKENS, Commit, OutcomeRows, RingWindow, SlotLimits, SlotState, Window
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, ZERO_ROW, RingShape
 
 
-def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
+def open_window(
+    slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int, ring: RingShape | None = None
+) -> Window:
     slot = SlotState.of(slots_SF.index_select(0, slot_ids_B))
     active_B = slot.active_B > 0
     active_B1 = active_B[:, None]
@@ -26,11 +28,34 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
         read_row_B=torch.where(active_B, slot.read_row_B, ZERO_ROW),
         write_rows_BT=torch.where(active_B1, slot.write_rows_BW[:, :num_columns], SCRATCH_ROW),
         page_table_BP=torch.where(active_B1, page_table_SP.index_select(0, slot_ids_B), SCRATCH_PAGE),
+        ring=None if ring is None else _ring_window(slot, slot_ids_B, num_columns, ring),
+    )
+
+
+def _ring_window(slot: SlotState[Tensor], slot_ids_B: Tensor, num_columns: int, ring: RingShape) -> RingWindow:
+    active_B = slot.active_B > 0
+    start_B = torch.where(active_B, slot.length_B, 0)
+    read_length_B = torch.where(active_B, slot.read_length_B, 0)
+    fold_length_B = torch.maximum(start_B // ring.fold_tokens * ring.fold_tokens, read_length_B)
+    position_BT = start_B[:, None] + torch.arange(num_columns, device=start_B.device)
+    return RingWindow(
+        slot_B=slot_ids_B,
+        start_B=start_B,
+        read_length_B=read_length_B,
+        fold_length_B=fold_length_B,
+        fold_row_B=torch.where(fold_length_B > read_length_B, slot.write_rows_BW[:, 0], SCRATCH_ROW),
+        entries_BT=slot_ids_B[:, None] * ring.capacity + position_BT % ring.capacity,
     )
 
 
 def commit_window(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int
+    slots_SF: Tensor,
+    limits_SF: Tensor,
+    slot_ids_B: Tensor,
+    chosen_BT: Tensor,
+    *,
+    block_tokens: int,
+    ring: RingShape | None = None,
 ) -> Commit:
     num_columns = chosen_BT.shape[1]
     old_BF = slots_SF.index_select(0, slot_ids_B)
@@ -47,17 +72,23 @@ def commit_window(
     num_emitted_B = verdict.num_accepted_B + 1
     length_B = start_B + num_emitted_B
     stop_B = verdict.hit_stop_id_B * STOP_ID + verdict.hit_limit_B * STOP_LENGTH
-    write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2 = rotate_checkpoints(old, length_B, block_tokens)
     new_BF = old_BF.clone()
     new = SlotState.of(new_BF)
     new.active_B.copy_(stop_B == 0)
     new.length_B.copy_(length_B)
-    new.read_row_B.copy_(old.write_rows_BW.gather(1, last_B1).squeeze(1))
+    if ring is None:
+        new.read_row_B.copy_(old.write_rows_BW.gather(1, last_B1).squeeze(1))
+        new.read_length_B.copy_(length_B)
+        rotated = rotate_checkpoints(old, length_B, block_tokens)
+    else:
+        folded_B, read_length_B = folded(old, start_B, ring)
+        new.read_row_B.copy_(torch.where(folded_B, old.write_rows_BW[:, 0], old.read_row_B))
+        new.read_length_B.copy_(read_length_B)
+        rotated = rotate_folded(new, block_tokens)
     new.num_valid_drafts_B.fill_(num_columns - 1)
-    new.checkpoint_rows_B2.copy_(checkpoint_rows_B2)
-    new.checkpoint_lens_B2.copy_(checkpoint_lens_B2)
     new.tokens_BW[:, :1] = chosen_BT.gather(1, last_B1)
-    new.write_rows_BW.copy_(write_rows_BW)
+    for field, values in zip((new.write_rows_BW, new.checkpoint_rows_B2, new.checkpoint_lens_B2), rotated, strict=True):
+        field.copy_(values)
     new_BF = torch.where(active_B[:, None], new_BF, old_BF)
     slots_SF.index_copy_(0, slot_ids_B, new_BF)
 
@@ -82,26 +113,34 @@ def force_acceptance(
     position_Bk = slot.length_B[:, None] + 1 + column_k
     uniform_Bk = uniform(limits.seed_B[:, None].expand_as(position_Bk), position_Bk, 1, PURPOSE_FORCED_ACCEPT)[..., 0]
     is_valid_Bk = (column_k < slot.num_valid_drafts_B[:, None]) & (slot.active_B[:, None] > 0)
-    stands_Bk = ((uniform_Bk < rate_K[:num_drafts]) & is_valid_Bk).cumprod(1) > 0
     drafts_Bk = slot.tokens_BW[:, 1 : num_drafts + 1]
+    matches_Bk = drafts_Bk == chosen_BT[:, :-1]
+    num_rated = min(num_drafts, len(rate_K))
+    matches_Bk[:, :num_rated] = uniform_Bk[:, :num_rated] < rate_K[:num_rated]
+    stands_Bk = (matches_Bk & is_valid_Bk).cumprod(1) > 0
     forced_BT = torch.cat((torch.where(stands_Bk, drafts_Bk, chosen_BT[:, :-1]), chosen_BT[:, -1:]), dim=1)
     drafts_Bk.masked_fill_(is_valid_Bk & ~stands_Bk, -1)
     slots_SF.index_copy_(0, slot_ids_B, slot_BF)
     return forced_BT
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(
+    slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor | None = None
+) -> None:
     num_drafts = drafts_Bk.shape[1]
     if num_drafts == 0:
         return
     outcome = OutcomeRows.of(outcome_BF)
-    outcome.drafts_Bk.copy_(drafts_Bk)
     # A slot that this step has ended is inert, and its drafts are never read; a slot that was inert before keeps its
     # drafts.
     was_active_B1 = outcome.num_emitted_B[:, None] > 0
     slot_drafts_Sk = SlotState.of(slots_SF).tokens_BW[:, 1 : 1 + num_drafts]
     old_Bk = slot_drafts_Sk.index_select(0, slot_ids_B)
     slot_drafts_Sk.index_copy_(0, slot_ids_B, torch.where(was_active_B1, drafts_Bk, old_Bk))
+    if num_valid_B is not None:
+        valid_S, was_active_B = SlotState.of(slots_SF).num_valid_drafts_B, was_active_B1[:, 0]
+        outcome.num_valid_drafts_B.copy_(torch.where(was_active_B, num_valid_B, outcome.num_valid_drafts_B))
+        valid_S.index_copy_(0, slot_ids_B, outcome.num_valid_drafts_B)
 
 
 def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,4 +161,33 @@ def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: 
         slot.write_rows_BW.scatter(1, column_B1, freed_B1),
         torch.where(crossed_B1, rows_B2, slot.checkpoint_rows_B2),
         torch.where(crossed_B1, lens_B2, slot.checkpoint_lens_B2),
+    )
+
+
+def folded(slot: SlotState[Tensor], start_B: Tensor, ring: RingShape) -> tuple[Tensor, Tensor]:
+    """Whether the forward of the step that begins at `start_B` stores a state, and the read length after it."""
+    fold_length_B = start_B // ring.fold_tokens * ring.fold_tokens
+    return fold_length_B > slot.read_length_B, torch.maximum(fold_length_B, slot.read_length_B)
+
+
+def rotate_folded(slot: SlotState[Tensor], block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For slots with rings: where the read row holds a new state at a block boundary, make it the newer rolling
+    checkpoint.
+
+    The row of the older checkpoint becomes the row that the next state is stored to. The read row stays: the new
+    checkpoint is the state that the ring starts from. `slot` is the slot after its read row and read length were
+    updated. Returns (write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2)."""
+    own_B1, length_B1 = slot.write_rows_BW[:, :1], slot.read_length_B[:, None]
+    is_new_B1 = (
+        (length_B1 % block_tokens == 0)
+        & (length_B1 != slot.checkpoint_lens_B2[:, :1])
+        & (slot.read_row_B[:, None] == own_B1)
+    )
+    next_B1 = torch.where(is_new_B1, slot.checkpoint_rows_B2[:, 1:], own_B1)
+    rows_B2 = torch.cat((own_B1, slot.checkpoint_rows_B2[:, :1]), dim=1)
+    lens_B2 = torch.cat((length_B1, slot.checkpoint_lens_B2[:, :1]), dim=1)
+    return (
+        torch.cat((next_B1, slot.write_rows_BW[:, 1:]), dim=1),
+        torch.where(is_new_B1, rows_B2, slot.checkpoint_rows_B2),
+        torch.where(is_new_B1, lens_B2, slot.checkpoint_lens_B2),
     )

@@ -4,6 +4,7 @@ operation is tested against `reference`."""
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.cache_keys import compute_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
+from agentspec.kernels.triton.copies import append_text, draft_copies
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
 from agentspec.kernels.triton.linear_layers import (
@@ -24,12 +25,14 @@ from agentspec.kernels.triton.window import commit_window, force_acceptance, ope
 __all__ = [
     "add_experts",
     "add_linear",
+    "append_text",
     "argmax",
     "attention_prefill",
     "attention_step",
     "commit_window",
     "draft_argmax",
     "draft_best",
+    "draft_copies",
     "expert_sum",
     "force_acceptance",
     "gated_delta_prefill",

@@ -131,6 +131,7 @@ def force_acceptance(
         rate_K,
         forced_BT,
         T=num_columns,
+        K=len(rate_K),
         BLOCK_T=triton.next_power_of_2(num_columns),
         num_warps=1,
         **OVERLAPPED,
@@ -138,7 +139,9 @@ def force_acceptance(
     return forced_BT
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(
+    slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor | None = None
+) -> None:
     num_slots, num_drafts = drafts_Bk.shape
     if num_drafts == 0:
         return
@@ -151,6 +154,7 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
         drafts_Bk,
         drafts_Bk.stride(0),
         drafts_Bk.stride(1),
+        num_valid_B,
         F=outcome_BF.shape[1],
         K=num_drafts,
         BLOCK_K=triton.next_power_of_2(num_drafts),
@@ -247,7 +251,6 @@ def _commit_window(  # type: ignore[no-untyped-def]
     counts = tl.where(i == _NUM_EMITTED, num_accepted + 1, counts)
     tl.store(outcome + i, tl.where(is_active, counts, 0))
     tl.store(outcome + _OUTCOME_TOKENS + t, token_T, mask=t < T)
-    tl.store(outcome + _OUTCOME_TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
     _advance(slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
 
@@ -326,6 +329,7 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     rate_K,
     forced_BT,
     T: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -338,11 +342,12 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_T)
     chosen_T = tl.load(chosen_BT + b * T + t, mask=t < T, other=0)
     draft_T = tl.load(slot + _TOKENS + 1 + t, mask=t < T - 1, other=0)
-    rate_T = tl.load(rate_K + t, mask=t < T - 1, other=0.0).to(tl.float64)
+    rate_T = tl.load(rate_K + t, mask=(t < T - 1) & (t < K), other=0.0).to(tl.float64)
     is_active = tl.load(slot + _ACTIVE) > 0
     num_valid = tl.where(is_active, tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1), 0)
     seed = tl.load(limits_SF + slot_id * limits_stride + _SEED)
-    stands_T = (_uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T) & (t < num_valid)
+    is_rated = _uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T
+    stands_T = tl.where(t < K, is_rated, draft_T == chosen_T) & (t < num_valid)
     num_standing = tl.min(tl.where(stands_T, T, t), axis=0)
     tl.store(forced_BT + b * T + t, tl.where(t < num_standing, draft_T, chosen_T), mask=t < T)
     tl.debug_barrier()  # every lane must read the slot before any lane stores to it
@@ -367,6 +372,7 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     drafts_Bk,
     drafts_stride_b,
     drafts_stride_k,
+    num_valid_B,
     F: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -379,6 +385,9 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     draft_K = tl.load(drafts_Bk + b * drafts_stride_b + i * drafts_stride_k, mask=i < K, other=0)
     slot = slots_SF + tl.load(slot_ids_B + b) * slots_stride
     # Active before this step: a slot that this step has ended is inert, and its drafts are never read.
-    num_entered = tl.where(tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0, K, 0)
-    tl.store(outcome_BF + b * F + F - K + i, draft_K, mask=i < K)
-    tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < num_entered)
+    was_active = tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0
+    tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < tl.where(was_active, K, 0))
+    if num_valid_B is not None:
+        num_valid = tl.load(num_valid_B + b)
+        tl.store(slot + _NUM_VALID_DRAFTS, num_valid, mask=was_active)
+        tl.store(outcome_BF + b * F + _SCALARS + _NUM_VALID_DRAFTS, num_valid, mask=was_active)

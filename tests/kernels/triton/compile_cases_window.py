@@ -51,7 +51,7 @@ CASES = [
             "limits_stride": "i32",
             "rate_K": "*fp32",
         },
-        constexprs={"T": 4, "BLOCK_T": 4},
+        constexprs={"T": 4, "K": 3, "BLOCK_T": 4},
         num_warps=1,
     ),
     CompileCase(
@@ -63,8 +63,9 @@ CASES = [
             "drafts_Bk": "*i64",
             "drafts_stride_b": "i32",
             "drafts_stride_k": "i32",
+            "num_valid_B": "*i64",
         },
-        constexprs={"F": OutcomeRows.num_fields(4), "K": 3, "BLOCK_K": 4},
+        constexprs={"F": OutcomeRows.num_fields(4), "K": 15, "BLOCK_K": 16},
         num_warps=1,
     ),
 ]

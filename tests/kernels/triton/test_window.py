@@ -90,7 +90,9 @@ def check_commit_window(seed: int, forced: bool, device: torch.device) -> set[in
     chosen_BT[:, :-1] = torch.where(torch.rand(drafts.shape, generator=generator) < 0.8, drafts, chosen_BT[:, :-1])
     chosen_BT = chosen_BT.to(device)
     rate_K = torch.rand(7, generator=generator).mul(1.5).clamp(max=1).to(device)
-    drafts_Bk = torch.randint(VOCAB_SIZE, (num_slots, num_drafts), generator=generator).to(device)
+    num_made = min(num_drafts + seed % 3, SlotState.of(case.slots_SF).tokens_BW.shape[1] - 1)
+    drafts_Bk = torch.randint(VOCAB_SIZE, (num_slots, num_made), generator=generator).to(device)
+    num_valid_B = torch.randint(num_made + 1, (num_slots,), generator=generator).to(device) if seed % 2 else None
     was_active_B = SlotState.of(case.slots_SF[case.slot_ids_B]).active_B > 0
 
     after = {}
@@ -102,10 +104,8 @@ def check_commit_window(seed: int, forced: bool, device: torch.device) -> set[in
         commit = backend.commit_window(
             slots_SF, case.limits_SF, case.slot_ids_B, tokens_BT, block_tokens=case.block_tokens
         )
-        backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk)
-        outcome = OutcomeRows.of(commit.outcome_BF)
-        for whatever in (outcome.tokens_BT, outcome.drafts_Bk):
-            whatever.masked_fill_(~was_active_B[:, None], 0)
+        backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
+        OutcomeRows.of(commit.outcome_BF).tokens_BT.masked_fill_(~was_active_B[:, None], 0)
         after[name] = (
             slots_SF,
             commit.outcome_BF,

@@ -1,4 +1,5 @@
-"""The depth policy on simulated acceptance and costs: it finds the best k, follows changes, and leaves a losing k."""
+"""The window policy without copies, on simulated acceptance and costs: it finds the best k, follows changes, and leaves
+a losing k."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
+from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
+from agentspec.types import SlotResult, WindowShape
 
 
 class Simulation:
@@ -16,7 +18,7 @@ class Simulation:
 
     def __init__(
         self,
-        policy: AdaptiveDepth,
+        policy: AdaptiveWindow,
         *,
         rates: list[float],
         cost: Callable[[int, int], float],
@@ -32,19 +34,21 @@ class Simulation:
         """Emitted tokens per second over `steps` steps."""
         emitted, seconds = 0, 0.0
         for _ in range(steps):
-            k = self.policy.choose(batch)
+            shape = self.policy.choose(batch)
+            assert shape.num_copies == 0
+            k = shape.num_mtp
             self.chosen.append(k)
             slots = []
             for _ in range(batch):
                 offered, accepted = min(k, self.drafted), 0
                 while accepted < offered and self.random.random() < self.rates[accepted]:
                     accepted += 1
-                slots.append((offered, accepted))
+                slots.append(SlotResult(offered, 0, accepted))
                 emitted += accepted + 1
             self.drafted = k
             took = self.cost(batch, k) * (1 + self.noise * self.random.uniform(-1, 1))
             seconds += took
-            self.policy.observe(num_drafted=k, slots=slots, seconds=took)
+            self.policy.observe(shape=shape, slots=slots, seconds=took)
         return emitted / seconds
 
     def ideal(self, k: int, batch: int = 1) -> float:
@@ -72,25 +76,26 @@ def mixed(batch: int, k: int) -> float:
     return 1.0 + 0.1 * k + 0.05 * batch * (k + 1)
 
 
-def test_fixed_depth_never_changes() -> None:
-    policy = FixedDepth(3)
-    policy.observe(num_drafted=3, slots=[(3, 0)], seconds=1.0)
-    assert [policy.choose(batch) for batch in (1, 8, 64)] == [3, 3, 3]
+def test_fixed_window_never_changes() -> None:
+    shape = WindowShape(3, 4)
+    policy = FixedWindow(shape)
+    policy.observe(shape=shape, slots=[SlotResult(3, 0, 0)], seconds=1.0)
+    assert [policy.choose(batch, num_matched) for batch, num_matched in ((1, 0), (8, 8), (64, 1))] == [shape] * 3
 
 
 @pytest.mark.parametrize("rates", [[0.9] * 7, [0.85, 0.75, 0.65, 0.6, 0.5, 0.4, 0.3], [0.5] * 7, [0.1] * 7])
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound, mixed])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_adaptive_depth_converges_to_near_optimum(
+def test_adaptive_window_converges_to_near_optimum(
     rates: list[float], cost: Callable[[int, int], float], batch: int
 ) -> None:
-    simulation = Simulation(AdaptiveDepth(7), rates=rates, cost=cost)
+    simulation = Simulation(AdaptiveWindow(7), rates=rates, cost=cost)
     simulation.run(300, batch)
     assert simulation.run(3000, batch) > 0.88 * simulation.best(batch)
 
 
 def test_unprofitable_speculation_is_turned_off() -> None:
-    simulation = Simulation(AdaptiveDepth(3), rates=[0.3, 0.3, 0.3], cost=compute_bound)
+    simulation = Simulation(AdaptiveWindow(3), rates=[0.3, 0.3, 0.3], cost=compute_bound)
     simulation.run(100)
     plain = simulation.ideal(0)
     assert simulation.run(1000) > 0.93 * plain
@@ -100,7 +105,7 @@ def test_unprofitable_speculation_is_turned_off() -> None:
 
 
 def test_adapts_to_changing_acceptance() -> None:
-    simulation = Simulation(AdaptiveDepth(3), rates=[0.9, 0.85, 0.8], cost=memory_bound_dear)
+    simulation = Simulation(AdaptiveWindow(3), rates=[0.9, 0.85, 0.8], cost=memory_bound_dear)
     simulation.run(300)
     assert simulation.run(1000) > 0.9 * simulation.best()
     simulation.rates = [0.05, 0.05, 0.05]
@@ -116,7 +121,7 @@ def memory_bound_dear(batch: int, k: int) -> float:
 
 
 def test_adapts_to_changing_costs() -> None:
-    simulation = Simulation(AdaptiveDepth(3), rates=[0.7, 0.7, 0.7], cost=memory_bound)
+    simulation = Simulation(AdaptiveWindow(3), rates=[0.7, 0.7, 0.7], cost=memory_bound)
     simulation.run(500)
     simulation.cost = compute_bound
     simulation.run(500)
@@ -124,42 +129,42 @@ def test_adapts_to_changing_costs() -> None:
 
 
 def test_batch_sizes_have_separate_depths() -> None:
-    policy = AdaptiveDepth(3)
+    policy = AdaptiveWindow(3)
     one = Simulation(policy, rates=[0.8, 0.7, 0.6], cost=lambda batch, k: 1.0 + 0.05 * k * batch)
     for _ in range(20):
         one.run(50, batch=1)
         one.run(50, batch=32)
     assert one.run(500, batch=1) > 0.9 * one.best(1)
     assert one.run(500, batch=32) > 0.9 * one.best(32)
-    small = [policy.choose(1) for _ in range(50)]
-    large = [policy.choose(32) for _ in range(50)]
+    small = [policy.choose(1).num_mtp for _ in range(50)]
+    large = [policy.choose(32).num_mtp for _ in range(50)]
     assert max(set(small), key=small.count) == 3
     assert max(set(large), key=large.count) == 0
 
 
 def test_one_slow_step_changes_nothing() -> None:
-    simulation = Simulation(AdaptiveDepth(3), rates=[0.9, 0.9, 0.9], cost=memory_bound)
+    simulation = Simulation(AdaptiveWindow(3), rates=[0.9, 0.9, 0.9], cost=memory_bound)
     simulation.run(300)
-    simulation.policy.observe(num_drafted=3, slots=[(3, 3)], seconds=1000.0)
+    simulation.policy.observe(shape=WindowShape(3), slots=[SlotResult(3, 0, 3)], seconds=1000.0)
     assert simulation.run(300) > 0.88 * simulation.best()
 
 
-def test_adaptive_depth_works_without_step_times() -> None:
-    policy = AdaptiveDepth(3)
+def test_adaptive_window_works_without_step_times() -> None:
+    policy = AdaptiveWindow(3)
     for _ in range(200):
-        k = policy.choose(4)
-        assert 0 <= k <= 3
-        policy.observe(num_drafted=k, slots=[(k, k)] * 4, seconds=0.0)
+        shape = policy.choose(4)
+        assert 0 <= shape.num_mtp <= 3
+        policy.observe(shape=shape, slots=[SlotResult(shape.num_mtp, 0, shape.num_mtp)] * 4, seconds=0.0)
 
 
 def test_max_depth_zero_never_drafts() -> None:
-    simulation = Simulation(AdaptiveDepth(0), rates=[], cost=memory_bound)
+    simulation = Simulation(AdaptiveWindow(0), rates=[], cost=memory_bound)
     simulation.run(200)
     assert set(simulation.chosen) == {0}
 
 
-def test_adaptive_depth_is_deterministic_and_explores_rarely() -> None:
-    runs = [Simulation(AdaptiveDepth(7), rates=[0.9] * 7, cost=memory_bound) for _ in range(2)]
+def test_adaptive_window_is_deterministic_and_explores_rarely() -> None:
+    runs = [Simulation(AdaptiveWindow(7), rates=[0.9] * 7, cost=memory_bound) for _ in range(2)]
     for simulation in runs:
         simulation.run(2000)
     assert runs[0].chosen == runs[1].chosen
