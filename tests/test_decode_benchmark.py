@@ -64,7 +64,7 @@ def case(
 # Shapes and bytes
 
 
-@pytest.mark.parametrize("size", ["4B", "9B", "27B"])
+@pytest.mark.parametrize("size", ["4B", "9B", "27B", "122B-A10B", "397B-A17B"])
 def test_configs_are_the_published_ones(size: str) -> None:
     """tests/models compares those configs with the published byte counts."""
     assert CONFIGS[size] == SIZES[f"3.5-{size}"][0]

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from agentspec import kernels
 from agentspec.models import vocabulary
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
@@ -24,6 +26,8 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     fp8_drafts: bool = False,
+    rank: Rank = SINGLE_RANK,
+    group: kernels.Group | None = None,
     progress: Progress = no_progress,
 ) -> StepModel:
     """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
@@ -33,15 +37,18 @@ def load_model(
         random_weights: read only the JSON files and make random weights from `seed`. A config that doesn't say whether
         there is an MTP head gets one, as in every published checkpoint.
         fp8_drafts: quantise the drafting weights that aren't quantised in the checkpoint (models/fp8_drafts.py).
+        rank: load this rank's part of the model. group: of as many ranks.
         progress: called with the number of tensors read.
-    Raises CheckpointError, or UnsupportedModelError that names the unsupported value."""
+    Raises ConfigError if the ranks can't share the model, CheckpointError, or UnsupportedModelError that names the
+    unsupported value."""
     config = resolved_config(path, random_weights=random_weights)
     if random_weights:
-        parameters = random_parameters(config, device=device, dtype=dtype, seed=seed)
+        parameters = random_parameters(config, device=device, dtype=dtype, seed=seed, rank=rank)
     else:
         with Checkpoint(path) as checkpoint:
-            parameters = checkpoint.load(config, device=device, dtype=dtype, progress=progress)
-    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, fp8_drafts=fp8_drafts)
+            parameters = checkpoint.load(config, device=device, dtype=dtype, rank=rank, progress=progress)
+    spec = model_spec(path, config, dtype, rank)
+    return Qwen3_5Model(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
@@ -58,9 +65,10 @@ def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
         return config.with_mtp_layers(int(checkpoint.has_mtp))
 
 
-def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """The engine's description of the model, from its config and JSON files; the name is the directory's."""
-    forms = state_forms(config, dtype)
+def model_spec(path: Path, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+    """The engine's description of the model, from its config and JSON files; the name is the directory's. Rows and
+    pages have the bytes of a rank's part."""
+    forms = state_forms(rank_config(config, rank), dtype)
     return ModelSpec(
         name=path.resolve().name,
         vocab_size=config.vocab_size,
