@@ -93,9 +93,9 @@ def accepts_copies_unseen(patch: Patch) -> None:
 BUGS: dict[Callable[[Patch], None], Bug] = {
     forgets_emitted_tokens: Bug("by the rule|copies were made", {**COPYING, "min_match": 2}),
     stores_emitted_tokens_one_position_late: Bug("by the rule", COPYING),
-    keeps_the_text_of_the_slots_last_request: Bug("by the rule", COPYING),
+    keeps_the_text_of_the_slots_last_request: Bug("by the rule|copies were made", COPYING),
     looks_behind_the_end_of_the_text: Bug("by the rule|copies were made", COPYING),
-    leaves_out_the_mtp_drafts: Bug("by the rule", COPYING),
+    leaves_out_the_mtp_drafts: Bug("by the rule|copies were made", COPYING),
     offers_copies_that_were_not_made: Bug("copies were made", {**COPYING, "min_match": 2}),
     accepts_copies_unseen: Bug("stream|published", COPYING),
 }
