@@ -113,8 +113,9 @@ class ExchangeLayout:
 
     @cached_property
     def gather(self) -> Channel:
-        region = 4 * whole_share(self.gather_elements or (1 << 20) // self.ranks, self.programs)
-        return self._channel(self.programs, 1, region, 4 * self.block, self.two_shot.end)
+        elements, block = self.gather_elements or (1 << 20) // self.ranks, 4 * self.block
+        region = 4 * block * max(1, elements // (self.programs * block))
+        return self._channel(self.programs, 1, region, block, self.two_shot.end)
 
     @cached_property
     def winners(self) -> Channel:

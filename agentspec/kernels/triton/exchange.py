@@ -136,22 +136,24 @@ class ExchangeGroup:
         assert part_NW.stride(1) == 1
         assert width <= widest
         assert bounds_R.shape == (self.size + 1,)
-        assert num_rows * widest < 2**30
         out_NV = torch.empty(num_rows, vocab_size, dtype=part_NW.dtype, device=part_NW.device)
         channel = self.layout.gather
-        share = _share(num_rows * widest, channel, channel.programs)
+        tiles_a_row = triton.cdiv(widest, channel.block)
+        num_tiles = num_rows * tiles_a_row
+        tiles = max(1, min(triton.cdiv(num_tiles, channel.programs), channel.region // (4 * channel.block)))
         _gather[(channel.programs,)](
             part_NW,
             part_NW.stride(0),
+            width,
             out_NV,
             vocab_size,
             bounds_R,
-            widest,
             self.memory.table_R,
             self.rank,
-            num_rows,
-            share,
-            triton.cdiv(num_rows * widest, channel.programs * share),
+            num_tiles,
+            tiles_a_row,
+            tiles,
+            triton.cdiv(num_tiles, channel.programs * tiles),
             DTYPE=DTYPES[part_NW.dtype],
             **channel.constants(),
             num_warps=8,
@@ -219,12 +221,18 @@ def _slot(  # type: ignore[no-untyped-def]
     REGION: tl.constexpr,
 ):
     """The address of a program's region in the buffer at `base`."""
-    return tl.multiple_of(base + SLOTS + (((PHASE * 2 + half) * RANKS + sender) * PROGRAMS + p) * REGION, 16)
+    return base + SLOTS + (((PHASE * 2 + half) * RANKS + sender) * PROGRAMS + p) * REGION
 
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _wide(address, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A pointer to what may be moved 16 bytes at a time. The hint counts only on the pointer, not on the address."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -249,9 +257,9 @@ def _set_flags(  # type: ignore[no-untyped-def]
     else:
         # One thread a peer: one after the other, each release would wait until the one before it has arrived.
         peer = tl.arange(0, triton.next_power_of_2(RANKS))
-        is_peer = (peer < RANKS) & (peer != rank)
-        flags = _pointer(tl.load(table + peer, mask=is_peer, other=0) + flag, tl.int64)
-        tl.atomic_xchg(flags, epoch, mask=is_peer & healthy, sem="release", scope="sys")
+        is_told = (peer < tl.where(healthy, RANKS, 0)) & (peer != rank)
+        flags = _pointer(tl.load(table + peer, mask=is_told, other=0) + flag, tl.int64)
+        tl.atomic_xchg(flags, epoch, mask=is_told, sem="release", scope="sys")
 
 
 @triton.jit
@@ -318,7 +326,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     """float32: elements i of all ranks' partial sums, added in the order of ranks. own: the address of this rank's."""
     for sender in tl.static_range(RANKS):
         slot = _slot(home, half, sender, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        source = _pointer(tl.multiple_of(tl.where(rank == sender, own, slot), 16), DTYPE)
+        source = _wide(tl.where(rank == sender, own, slot), DTYPE)
         part = tl.load(source + i, mask=mask, other=0.0, volatile=True).to(tl.float32)
         if sender == 0:
             total = part
@@ -362,7 +370,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
         for step in tl.static_range(1, RANKS):
             base = tl.load(table + (rank + step) % RANKS)
             slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-            tl.store(_pointer(slot, DTYPE) + i, part, mask=mask)
+            tl.store(_wide(slot, DTYPE) + i, part, mask=mask)
     _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
     aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     if aborted == 0:
@@ -413,7 +421,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
             peer = (rank + step) % RANKS
             slot = _slot(tl.load(table + peer), half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             theirs = first + peer * share
-            _copy(partial + theirs, _pointer(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
+            _copy(partial + theirs, _wide(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
         _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
@@ -429,7 +437,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
                 for step in tl.static_range(1, RANKS):
                     base = tl.load(table + (rank + step) % RANKS)
                     slot = _slot(base, half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
-                    tl.store(_pointer(slot, OUT_DTYPE) + i, y, mask=mask)
+                    tl.store(_wide(slot, OUT_DTYPE) + i, y, mask=mask)
         healthy &= aborted == 0
         _set_flags(table, rank, p, epoch, healthy, 1, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 1, RANKS, PROGRAMS, FLAGS)
@@ -438,7 +446,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
                 peer = (rank + step) % RANKS
                 slot = _slot(home, half, peer, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
                 theirs = first + peer * share
-                _copy(_pointer(slot, OUT_DTYPE), residual + theirs, share, num_elements - theirs, BLOCK, True)
+                _copy(_wide(slot, OUT_DTYPE), residual + theirs, share, num_elements - theirs, BLOCK, True)
         healthy &= aborted == 0
     _end(home, p, epoch, aborted, EPOCHS)
 
@@ -452,18 +460,19 @@ def _copy(source, target, share, limit, BLOCK: tl.constexpr, VOLATILE: tl.conste
         tl.store(target + i, tl.load(source + i, mask=mask, volatile=VOLATILE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "num_rounds"])
+@triton.jit(do_not_specialize=["rank", "num_tiles", "tiles_a_row", "tiles", "num_rounds"])
 def _gather(  # type: ignore[no-untyped-def]
     part,
     part_stride,
+    width,
     out,
     vocab_size,
     bounds,
-    widest,
     table,
     rank,
-    num_rows,
-    share,
+    num_tiles,
+    tiles_a_row,
+    tiles,
     num_rounds,
     DTYPE: tl.constexpr,
     RANKS: tl.constexpr,
@@ -475,7 +484,8 @@ def _gather(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Elements are numbered as if every part were `widest` wide. A round is an epoch."""
+    """A tile is BLOCK columns of a row of a part, each part as if it were as wide as the widest. In each round program
+    p handles `tiles` consecutive ones. A round is an epoch."""
     release_next(PDL)
     await_previous(PDL)
     p = tl.program_id(0).to(tl.int64)
@@ -483,36 +493,32 @@ def _gather(  # type: ignore[no-untyped-def]
     epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
     aborted = tl.zeros_like(epoch)
     healthy = _is_healthy(home)
-    own_begin = tl.load(bounds + rank)
-    width = tl.load(bounds + rank + 1) - own_begin
+    i = tl.arange(0, BLOCK)
     for turn in range(num_rounds):
         epoch += 1
         half = epoch % 2
-        first = (turn * PROGRAMS + tl.program_id(0)) * share
-        for start in range(0, share, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            n, w = (first + i) // widest, (first + i) % widest
-            mask = (i < share) & (n < num_rows) & (w < width)
-            x = tl.load(part + n.to(tl.int64) * part_stride + w, mask=mask)
-            tl.store(out + n.to(tl.int64) * vocab_size + own_begin + w, x, mask=mask & (own_begin + w < vocab_size))
+        first = (turn * PROGRAMS + tl.program_id(0)) * tiles
+        last = tl.minimum(first + tiles, num_tiles)
+        for tile in range(first, last):
+            n, w = (tile // tiles_a_row).to(tl.int64), (tile % tiles_a_row) * BLOCK + i
+            x = tl.load(part + n * part_stride + w, mask=w < width, other=0.0)
+            v = tl.load(bounds + rank) + w
+            tl.store(out + n * vocab_size + v, x, mask=(w < width) & (v < vocab_size))
             for step in tl.static_range(1, RANKS):
                 base = tl.load(table + (rank + step) % RANKS)
                 slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-                tl.store(_pointer(slot, DTYPE) + i, x, mask=mask)
+                tl.store(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, x)
         _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
         healthy &= aborted == 0
         for step in tl.static_range(1, RANKS):
             peer = (rank + step) % RANKS
-            begin = tl.load(bounds + peer)
-            peer_width = tl.load(bounds + peer + 1) - begin
+            begin, end = tl.load(bounds + peer), tl.load(bounds + peer + 1)
             slot = _slot(home, half, peer, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-            for start in range(0, share, BLOCK):
-                i = start + tl.arange(0, BLOCK)
-                n, w = (first + i) // widest, (first + i) % widest
-                mask = (i < share) & (n < num_rows) & (w < peer_width) & (begin + w < vocab_size)
-                x = tl.load(_pointer(slot, DTYPE) + i, mask=mask, volatile=True)
-                tl.store(out + n.to(tl.int64) * vocab_size + begin + w, x, mask=mask)
+            for tile in range(first, last):
+                n, w = (tile // tiles_a_row).to(tl.int64), (tile % tiles_a_row) * BLOCK + i
+                x = tl.load(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, volatile=True)
+                tl.store(out + n * vocab_size + begin + w, x, mask=begin + w < tl.minimum(end, vocab_size))
     _end(home, p, epoch, aborted, EPOCHS)
 
 
@@ -571,12 +577,12 @@ def _winners(  # type: ignore[no-untyped-def]
     for step in tl.static_range(1, RANKS):
         base = tl.load(table + (rank + step) % RANKS)
         slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        tl.store(_pointer(slot, tl.int64) + i, winner, mask=is_row)
+        tl.store(_wide(slot, tl.int64) + i, winner, mask=is_row)
     _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
     aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     for step in tl.static_range(1, RANKS):
         slot = _slot(home, half, (rank + step) % RANKS, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        other = tl.load(_pointer(slot, tl.int64) + i, mask=is_row, other=LOWEST_RANK, volatile=True)
+        other = tl.load(_wide(slot, tl.int64) + i, mask=is_row, other=LOWEST_RANK, volatile=True)
         winner = tl.where(aborted == 0, tl.maximum(winner, other), winner)
     tl.store(out + n, token_of_rank(winner), mask=is_row)
     _end(home, p, epoch, aborted, EPOCHS)

@@ -13,15 +13,16 @@ from tests.kernels.triton.compile_case import CompileCase
 RELEASE, ACQUIRE = "atom.global.sys.release.exch.b64", "ld.global.sys.acquire.b64"
 ACQUIRE_ALL = "atom.global.sys.acquire.add.u64"
 WIDE_PUSH, WIDE_READ = "st.global.v4", "ld.volatile.global.v4"
-SMALL_INTEGERS = ("rank", "num_elements", "share", "num_rounds", "num_rows", "widest", "vocab_size", "part_stride")
+MULTIPLES_OF_16 = ("num_elements", "share", "part_stride", "width", "vocab_size")
+INTEGERS = ("rank", "num_rounds", "num_tiles", "tiles_a_row", "tiles", *MULTIPLES_OF_16)
 
 
-def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16", wide: bool = True) -> CompileCase:
+def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> CompileCase:
     layout = ExchangeLayout(ranks=ranks)
     kernel = getattr(exchange, f"_{kind}")
     pointers = {"residual": out, "partial": partial, "part": partial, "out": partial, "table": "i64", "bounds": "i64"}
     signature = {name: f"*{pointers[name]}" for name in kernel.arg_names if name in pointers}
-    signature |= {name: "i32" for name in kernel.arg_names if name in SMALL_INTEGERS}
+    signature |= {name: "i32" for name in kernel.arg_names if name in INTEGERS}
     types: dict[str, Any] = {"bf16": tl.bfloat16, "fp32": tl.float32}
     given = {"DTYPE": types[partial], "OUT_DTYPE": types[out], "BYTES": 2 if partial == "bf16" else 4}
     return CompileCase(
@@ -31,14 +32,13 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16", wid
         constexprs={name: value for name, value in given.items() if name in kernel.arg_names}
         | getattr(layout, kind).constants(),
         num_warps=4 if kind == "one_shot" else 8,
-        multiples_of_16=tuple(
-            name for name in ("num_elements", "share", "widest", "vocab_size", "part_stride") if name in signature
-        ),
+        multiples_of_16=tuple(name for name in MULTIPLES_OF_16 if name in signature),
         instructions=(
             RELEASE,
             ACQUIRE,  # of the abort word, where flags are polled by one lane a peer
             *([ACQUIRE_ALL] if ranks > 2 else []),
-            *([WIDE_PUSH, WIDE_READ] if wide else []),
+            WIDE_PUSH,
+            WIDE_READ,
         ),
     )
 
@@ -47,7 +47,14 @@ def winners_case(ranks: int) -> CompileCase:
     return CompileCase(
         name=f"winners {ranks} ranks",
         kernel=exchange._winners,
-        signature={"best": "*i64", "num_blocks": "i32", "out": "*i64", "table": "*i64", "rank": "i32", "num_rows": "i32"},
+        signature={
+            "best": "*i64",
+            "num_blocks": "i32",
+            "out": "*i64",
+            "table": "*i64",
+            "rank": "i32",
+            "num_rows": "i32",
+        },
         constexprs={"BLOCK_C": 32} | ExchangeLayout(ranks=ranks).winners.constants(),
         instructions=(RELEASE, ACQUIRE),
     )
