@@ -238,7 +238,11 @@ def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Pa
         round_to_nearest(patch)
         hand_over_at_random(patch, random.Random(seed * ranks + rank))
         patch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
-        SCENES[scene](under_test, count, directory)
+        try:
+            SCENES[scene](under_test, count, directory)
+        except BaseException:
+            under_test.memory.abort.fill_(1)  # the other ranks would wait for this one
+            raise
 
 
 if __name__ == "__main__":
