@@ -208,7 +208,7 @@ def num_failures(scheme: Scheme, runs: int, *, stop: bool) -> int:
     ],
 )
 def test_right_protocols_never_read_wrong_data(scheme: Scheme) -> None:
-    assert num_failures(scheme, 1000, stop=False) == 0
+    assert num_failures(scheme, 500, stop=False) == 0
 
 
 @pytest.mark.parametrize(
