@@ -91,7 +91,7 @@ class ExchangeLayout:
     winner_programs: int = 16
     winners_a_program: int = 16
     block: int = 1024
-    """Elements that a program of a one-shot handles at a time; other programs handle four times as many."""
+    """Elements that a program of a one-shot handles at a time. Those of a two-shot and a gather handle twice as many."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
@@ -109,11 +109,11 @@ class ExchangeLayout:
     @cached_property
     def two_shot(self) -> Channel:
         region = 4 * whole_share(self.two_shot_elements, self.programs * self.ranks)
-        return self._channel(self.programs, 2, region, 4 * self.block, self.one_shot.end)
+        return self._channel(self.programs, 2, region, 2 * self.block, self.one_shot.end)
 
     @cached_property
     def gather(self) -> Channel:
-        elements, block = self.gather_elements or (1 << 20) // self.ranks, 4 * self.block
+        elements, block = self.gather_elements or (1 << 20) // self.ranks, 2 * self.block
         region = 4 * block * max(1, elements // (self.programs * block))
         return self._channel(self.programs, 1, region, block, self.two_shot.end)
 

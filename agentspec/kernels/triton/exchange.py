@@ -236,8 +236,23 @@ def _wide(address, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _addresses(table, rank, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of this rank's buffer and of those of the ranks behind it, one by one, and where flags are set at
+    several peers all of them in one tensor. They never change, so they are read before the wait for the previous
+    kernel."""
+    bases = (tl.load(table + (rank + 1) % RANKS),)
+    for step in tl.static_range(2, RANKS):
+        bases = bases + (tl.load(table + (rank + step) % RANKS),)  # type: ignore[assignment]  # noqa: RUF005
+    everyone = bases[0]
+    if RANKS > 2:
+        peer = tl.arange(0, triton.next_power_of_2(RANKS))
+        everyone = tl.load(table + peer, mask=peer < RANKS, other=0)
+    return tl.load(table + rank), bases, everyone
+
+
+@triton.jit
 def _set_flags(  # type: ignore[no-untyped-def]
-    table,
+    everyone,
     rank,
     p,
     epoch,
@@ -250,15 +265,13 @@ def _set_flags(  # type: ignore[no-untyped-def]
     """Tell every peer that this program's pushes are complete, unless they are wrong. `healthy` need not be the same in
     all threads: those that set flags decide."""
     tl.debug_barrier()  # The release covers the stores of other threads only through a barrier.
-    flag = FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE + rank.to(tl.int64) * 8
+    flags = _pointer(everyone + FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE + rank.to(tl.int64) * 8, tl.int64)
     if RANKS == 2:
-        place = _pointer(tl.load(table + 1 - rank) + flag, tl.int64)
-        tl.atomic_xchg(place, epoch, mask=healthy, sem="release", scope="sys")
+        tl.atomic_xchg(flags, epoch, mask=healthy, sem="release", scope="sys")
     else:
         # One thread a peer: one after the other, each release would wait until the one before it has arrived.
         peer = tl.arange(0, triton.next_power_of_2(RANKS))
         is_told = (peer < tl.where(healthy, RANKS, 0)) & (peer != rank)
-        flags = _pointer(tl.load(table + peer, mask=is_told, other=0) + flag, tl.int64)
         tl.atomic_xchg(flags, epoch, mask=is_told, sem="release", scope="sys")
 
 
@@ -356,22 +369,25 @@ def _one_shot(  # type: ignore[no-untyped-def]
 ):
     """Program p adds up elements p * share to (p + 1) * share."""
     release_next(PDL)
+    home, bases, everyone = _addresses(table, rank, RANKS)
     await_previous(PDL)
     p = tl.program_id(0).to(tl.int64)
-    home = tl.load(table + rank)
+    first = p * share
+    i = tl.arange(0, BLOCK)
+    # In flight while the epoch is read: few tokens are a single block.
+    part = tl.load(partial + first + i, mask=(i < share) & (first + i < num_elements))
     epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p) + 1
     half = epoch % 2
     healthy = _is_healthy(home)
-    first = p * share
     for start in range(0, share, BLOCK):
         i = start + tl.arange(0, BLOCK)
         mask = (i < share) & (first + i < num_elements)
-        part = tl.load(partial + first + i, mask=mask)
+        if start > 0:
+            part = tl.load(partial + first + i, mask=mask)
         for step in tl.static_range(1, RANKS):
-            base = tl.load(table + (rank + step) % RANKS)
-            slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+            slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             tl.store(_wide(slot, DTYPE) + i, part, mask=mask)
-    _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
+    _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
     aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     if aborted == 0:
         own = partial.to(tl.int64) + first * BYTES
@@ -407,9 +423,9 @@ def _two_shot(  # type: ignore[no-untyped-def]
 ):
     """In each round program p handles RANKS consecutive shares, one for each rank to add up. A round is an epoch."""
     release_next(PDL)
+    home, bases, everyone = _addresses(table, rank, RANKS)
     await_previous(PDL)
     p = tl.program_id(0).to(tl.int64)
-    home = tl.load(table + rank)
     epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
     aborted = tl.zeros_like(epoch)
     healthy = _is_healthy(home)
@@ -419,10 +435,10 @@ def _two_shot(  # type: ignore[no-untyped-def]
         first = (turn * PROGRAMS + p) * RANKS * share
         for step in tl.static_range(1, RANKS):
             peer = (rank + step) % RANKS
-            slot = _slot(tl.load(table + peer), half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+            slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             theirs = first + peer * share
             _copy(partial + theirs, _wide(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
-        _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
+        _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             mine = first + rank * share
@@ -435,11 +451,10 @@ def _two_shot(  # type: ignore[no-untyped-def]
                 y = (x + total).to(OUT_DTYPE)
                 tl.store(residual + mine + i, y, mask=mask)
                 for step in tl.static_range(1, RANKS):
-                    base = tl.load(table + (rank + step) % RANKS)
-                    slot = _slot(base, half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
+                    slot = _slot(bases[step - 1], half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
                     tl.store(_wide(slot, OUT_DTYPE) + i, y, mask=mask)
         healthy &= aborted == 0
-        _set_flags(table, rank, p, epoch, healthy, 1, RANKS, PROGRAMS, FLAGS)
+        _set_flags(everyone, rank, p, epoch, healthy, 1, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 1, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             for step in tl.static_range(1, RANKS):
@@ -487,9 +502,9 @@ def _gather(  # type: ignore[no-untyped-def]
     """A tile is BLOCK columns of a row of a part, each part as if it were as wide as the widest. In each round program
     p handles `tiles` consecutive ones. A round is an epoch."""
     release_next(PDL)
+    home, bases, everyone = _addresses(table, rank, RANKS)
     await_previous(PDL)
     p = tl.program_id(0).to(tl.int64)
-    home = tl.load(table + rank)
     epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
     aborted = tl.zeros_like(epoch)
     healthy = _is_healthy(home)
@@ -505,10 +520,9 @@ def _gather(  # type: ignore[no-untyped-def]
             v = tl.load(bounds + rank) + w
             tl.store(out + n * vocab_size + v, x, mask=(w < width) & (v < vocab_size))
             for step in tl.static_range(1, RANKS):
-                base = tl.load(table + (rank + step) % RANKS)
-                slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+                slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
                 tl.store(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, x)
-        _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
+        _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
         aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
         healthy &= aborted == 0
         for step in tl.static_range(1, RANKS):
@@ -559,9 +573,9 @@ def _winners(  # type: ignore[no-untyped-def]
 ):
     """Program p finds the winners of rows p, p + PROGRAMS, …"""
     release_next(PDL)
+    home, bases, everyone = _addresses(table, rank, RANKS)
     await_previous(PDL)
     p = tl.program_id(0).to(tl.int64)
-    home = tl.load(table + rank)
     epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p) + 1
     half = epoch % 2
     healthy = _is_healthy(home)
@@ -575,10 +589,9 @@ def _winners(  # type: ignore[no-untyped-def]
     )
     winner = tl.max(tile, 1)
     for step in tl.static_range(1, RANKS):
-        base = tl.load(table + (rank + step) % RANKS)
-        slot = _slot(base, half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+        slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
         tl.store(_wide(slot, tl.int64) + i, winner, mask=is_row)
-    _set_flags(table, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
+    _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
     aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     for step in tl.static_range(1, RANKS):
         slot = _slot(home, half, (rank + step) % RANKS, p, 0, RANKS, PROGRAMS, SLOTS, REGION)

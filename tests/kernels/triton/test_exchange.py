@@ -50,7 +50,7 @@ def rank_processes(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_equal_the_reference_on_every_rank(ranks: int, tmp_path: Path) -> None:
-    with rank_processes("mixed", ranks, tmp_path, count=32 if ranks == 2 else 18) as processes:
+    with rank_processes("mixed", ranks, tmp_path, count=24 if ranks == 2 else 12) as processes:
         assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
 
 
