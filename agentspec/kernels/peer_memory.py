@@ -91,7 +91,7 @@ class ExchangeLayout:
     winner_programs: int = 16
     winners_a_program: int = 16
     block: int = 1024
-    """Elements that a program of a one-shot handles at a time. Those of a two-shot and a gather handle twice as many."""
+    """Elements that a program of a one-shot handles at a time; one of a two-shot or a gather handles twice as many."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:

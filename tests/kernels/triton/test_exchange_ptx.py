@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,13 +30,45 @@ for case in CASES:
     (Path(sys.argv[1]) / f"{case.name}.ptx").write_text(compiled.asm["ptx"])
 """
 
+RECORD = """
+import torch
+from agentspec.kernels import Machine, compiler
+from agentspec.kernels.peer_memory import ExchangeLayout, PeerMemory
+from agentspec.kernels.triton.exchange import ExchangeGroup
+
+def work(group, token_counts):
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    for tokens in token_counts:
+        residual_NH = empty(tokens, 2560, dtype=torch.bfloat16)
+        group.add_partial(residual_NH, empty(tokens, 2560), None)
+        columns = min(tokens, 512)
+        group.winners(empty(columns, 124_160), group.rank * 124_160, 248_077)
+        group.winners(empty(columns, 16_000), empty(16_000, dtype=torch.int64), 248_077)
+        group.gather(empty(columns, 124_160), empty(3, dtype=torch.int64), 124_160, 248_320)
+
+kernels, layout = compiler(), ExchangeLayout(ranks=2)
+kernels.use_machine(Machine(capability=(9, 0), num_multiprocessors=132))
+groups = [ExchangeGroup(memory, layout) for memory in PeerMemory.of_one_process(layout, torch.device("meta"))]
+first = kernels.variants_of(lambda: work(groups[0], (1, 33)))
+others = kernels.variants_of(lambda: work(groups[1], (1, 2, 3, 4, 16, 17, 32, 33, 64, 1000, 8192)))
+assert first == others, (first, others)
+assert len(first) == 7, first
+"""
+
+
+def compiling_environment(cache: Path) -> dict[str, str]:
+    """For a process of its own: with an interpreter, kernels have no source."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Lines of PTX by compile case. Compiled in a process of its own: with an interpreter, kernels have no source."""
+    """Lines of PTX by compile case."""
     directory = tmp_path_factory.mktemp("ptx")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(directory / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = compiling_environment(directory / "cache")
     subprocess.run([sys.executable, "-c", COMPILE, str(directory)], env=environment, check=True, timeout=100)
     return {path.stem: path.read_text().splitlines() for path in directory.glob("*.ptx")}
 
@@ -97,3 +130,8 @@ def test_peers_are_read_with_volatile_loads(ptx: dict[str, list[str]]) -> None:
         if not name.startswith("winners"):
             assert matching(lines, re.compile(r"ld\.volatile\.global\.v4")), f"{name}: 16 bytes at a time"
             assert matching(lines, re.compile(r"st\.global\.v4")), f"{name}: 16 bytes at a time"
+
+
+def test_ranks_and_token_counts_share_their_kernels(tmp_path: Path) -> None:
+    """So one rank can compile for all, and nothing is compiled after a start."""
+    subprocess.run([sys.executable, "-c", RECORD], env=compiling_environment(tmp_path), check=True, timeout=100)
