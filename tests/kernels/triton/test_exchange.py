@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from agentspec.errors import ConfigError
+from agentspec.kernels import Group
 from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
 from agentspec.kernels.triton.exchange import ExchangeGroup
 from tests.kernels.triton.exchange_rank import small_layout
@@ -107,3 +108,5 @@ def test_ranks_of_one_process_know_each_other() -> None:
         assert view.table_R.tolist() == [*(peer.buffer.data_ptr() for peer in views), views[0].abort.data_ptr()]
         assert view.buffer.shape == (layout.num_bytes,)
         assert not view.buffer.any()
+    groups: list[Group] = [ExchangeGroup(view, layout) for view in views]
+    assert [group.size for group in groups] == [3, 3, 3]
