@@ -30,13 +30,15 @@ from agentspec.kernels.triton.gated_delta import conv_taps, convolved, queries_k
 from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 
 _BLOCK_D = 32
-_NUM_WARPS = 4
+_TILE_A_WARP = 1024
+"""Elements of the state per warp: 32 registers per lane, and four warps at key dim 128. With more warps than that, a
+key would be loaded as if it were small, all of it by every lane."""
 _CHUNK = 32
 """Key dims of a chunk: 8 lanes hold a chunk, four elements each. They have the same place of every chunk, so that a
 sum over the key dim crosses only these lanes."""
-_GROUPS = 16
-"""Groups of such lanes in a program. Each loads its own copy of a key, in the place where the update needs it: that
-takes no exchange between lanes."""
+_GROUPS_A_WARP = 4
+"""Groups of such lanes in a warp. Each loads its own copy of a key, in the place where the update needs it: that takes
+no exchange between lanes."""
 _AHEAD = 4
 """Entries whose loads are in flight while one is added to the state."""
 _MAX_COLUMNS = 4
@@ -77,6 +79,7 @@ def gated_delta_ring_step(
     out = torch.empty(num_tokens, num_values, dtype=projected_NP.dtype, device=device)
     block_d = min(_BLOCK_D, triton.next_power_of_2(value_dim))
     block_k = triton.next_power_of_2(key_dim)
+    num_warps = max(1, block_d * block_k // _TILE_A_WARP)
     _gated_delta_ring_step[(num_heads * triton.cdiv(value_dim, block_d), num_slots)](
         projected_NP,
         projected_NP.stride(0),
@@ -111,9 +114,9 @@ def gated_delta_ring_step(
         BLOCK_D=block_d,
         BLOCK_K=block_k,
         CHUNK=min(_CHUNK, block_k),
-        GROUPS=min(_GROUPS, block_d),
+        GROUPS=min(_GROUPS_A_WARP * num_warps, block_d),
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
-        num_warps=_NUM_WARPS,
+        num_warps=num_warps,
         **OVERLAPPED,
     )
     state_traffic.rows_read += num_slots
@@ -145,33 +148,62 @@ def _inputs_before(count, row, entries, first, channel, mask, C: tl.constexpr, C
 
 
 @triton.jit
-def _columns(x, x_stride, begin, channel, mask, T: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the inputs of columns begin to begin + COLUMNS - 1; zeros from column T on."""
+def _load_inputs(x, x_stride, begin, channel, mask, T: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the convolution's inputs of columns begin to begin + COUNT - 1; from column T on, those of the last."""
     rows = ()
-    for t in tl.static_range(COLUMNS):
-        rows += (tl.load(x + (begin + t) * x_stride + channel, mask=mask & (begin + t < T), other=0.0),)
+    for t in tl.static_range(COUNT):
+        rows += (tl.load(x + tl.minimum(begin + t, T - 1) * x_stride + channel, mask=mask, other=0.0),)
     return rows
 
 
 @triton.jit
-def _raw_gates(raw, x_stride, begin, V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (write strengths, decays) of these columns as projected; zeros from column T on. raw: a head's write
-    strength; its decay is V elements after it."""
-    bs, as_ = (), ()
+def _load_gates(raw, x_stride, begin, V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (write strengths, decays) of columns from `begin` on, as projected; zeros from column T on. raw: a head's
+    write strength; its decay is V elements after it."""
+    raw_betas, raw_decays = (), ()
     for t in tl.static_range(COLUMNS):
-        place = raw + (begin + t) * x_stride
-        bs += (tl.load(place, mask=begin + t < T, other=0.0),)
-        as_ += (tl.load(place + V, mask=begin + t < T, other=0.0),)
-    return bs, as_
+        place = raw + tl.minimum(begin + t, T - 1) * x_stride
+        raw_betas += (tl.load(place).to(tl.float32),)
+        raw_decays += (tl.load(place + V).to(tl.float32),)
+    return raw_betas, raw_decays
 
 
 @triton.jit
-def _window_after(window, rows, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the last three rows of a window, followed by `rows`."""
-    past = ()
-    for i in tl.static_range(3):
-        past += (window[COLUMNS + i],)
-    return past + rows
+def _load_first_columns(  # type: ignore[no-untyped-def]
+    x, x_stride, raw, count, row, inputs, first, channels, masks, C: tl.constexpr, CAPACITY: tl.constexpr,
+    V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Return what `_prepared` needs of the first columns: windows of q, k and v, write strengths, decays. A window has
+    the three inputs before its columns, then theirs."""
+    windows = ()
+    for part in tl.static_range(3):
+        past = _inputs_before(count, row, inputs, first, channels[part], masks[part], C, CAPACITY)
+        windows += (past + _load_inputs(x, x_stride, 0, channels[part], masks[part], T, COLUMNS),)
+    return windows, _load_gates(raw, x_stride, 0, V, T, COLUMNS)
+
+
+@triton.jit
+def _load_columns(  # type: ignore[no-untyped-def]
+    x, x_stride, raw, begin, channels, masks, V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The same for columns from `begin` on, at least 3."""
+    windows = ()
+    for part in tl.static_range(3):
+        windows += (_load_inputs(x, x_stride, begin - 3, channels[part], masks[part], T, 3 + COLUMNS),)
+    return windows, _load_gates(raw, x_stride, begin, V, T, COLUMNS)
+
+
+@triton.jit
+def _prepared(loaded, taps, rate, dt_bias, K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (queries, keys, their inner products, values, write strengths, decays) of loaded columns."""
+    windows, gates = loaded
+    qs, ks, qks = queries_keys(windows[0], windows[1], taps[0], taps[1], K, COLUMNS)
+    vs, betas, decays = (), (), ()
+    for t in tl.static_range(COLUMNS):
+        vs += (convolved(windows[2], t, taps[2]),)
+        betas += (tl.sigmoid(gates[0][t]),)
+        decays += (tl.exp(-rate * softplus(gates[1][t] + dt_bias)),)
+    return qs, ks, qks, vs, betas, decays
 
 
 @triton.jit
@@ -181,39 +213,58 @@ def _updated(state_XDLK, decay, delta_DL, key_X1LK):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _applied(state_XDLK, x_X11K):  # type: ignore[no-untyped-def]
-    """S x for each value dim. Chunks are added first: they are in the same lane."""
-    return tl.sum(tl.sum(state_XDLK * x_X11K, axis=0), axis=2)
+def _applied(state_XDLK, x_XK):  # type: ignore[no-untyped-def]
+    """S x for each value dim. Chunks are added first: a lane has its place of all of them."""
+    return tl.sum(tl.sum(state_XDLK * x_XK[:, None, None, :], axis=0), axis=2)
+
+
+@triton.jit
+def _load_entry(  # type: ignore[no-untyped-def]
+    keys, deltas, decays, i, first, count, k_index, d, CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
+    KEY_HEADS: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Return (key, delta, decay) of the i-th entry from the place `first` on; from entry `count` on, one that changes
+    nothing. keys, deltas, decays: where the slot's ring begins, for this program."""
+    place, is_entry = _entry(first, i, CAPACITY), i < count
+    copies = tl.broadcast_to((keys + place * (KEY_HEADS * K))[:, None, :], keys.shape[0], d.shape[1], keys.shape[1])
+    key_XLK = tl.load(copies, mask=k_index[:, None, :] < tl.where(is_entry, K, 0), other=0.0)
+    delta_DL = tl.load(deltas + place * (V * D), mask=d < tl.where(is_entry, D, 0), other=0.0)
+    return key_XLK, delta_DL, tl.load(decays + place * V, mask=is_entry, other=1.0)
+
+
+@triton.jit
+def _load_entries(  # type: ignore[no-untyped-def]
+    keys, deltas, decays, first, count, k_index, d, CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
+    KEY_HEADS: tl.constexpr, K: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Return the first AHEAD entries."""
+    entries = ()
+    for i in tl.static_range(AHEAD):
+        entries += (_load_entry(keys, deltas, decays, i, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K),)
+    return entries
 
 
 @triton.jit
 def _replayed(  # type: ignore[no-untyped-def]
-    state_XDLK, fold_tile, is_real, keys, key_mask, deltas, is_value, decays, first, count, fold_at,
-    CAPACITY: tl.constexpr, AHEAD: tl.constexpr, KEY_STRIDE: tl.constexpr, DELTA_STRIDE: tl.constexpr,
-    DECAY_STRIDE: tl.constexpr
+    state_XDLK, entries, fold_tile, fold_at, keys, deltas, decays, first, count, k_index, d, is_real,
+    CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr,
+    AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Advance the state by `count` entries from the place `first` on, and store the state after `fold_at` of them to
-    `fold_tile` (0: nowhere). keys, deltas, decays: where the slot's ring has those of this program.
+    """Advance the state by `count` entries, of which `entries` has the first ones, and store the state after `fold_at`
+    of them to `fold_tile` (0: nowhere).
 
-    Each entry's registers are filled with those of the entry AHEAD places later as soon as it was added."""
-    key, delta, decay = (), (), ()
-    for i in tl.static_range(AHEAD):
-        place, is_entry = _entry(first, i, CAPACITY), i < count
-        key += (tl.load(keys + place * KEY_STRIDE, mask=key_mask & is_entry, other=0.0),)
-        delta += (tl.load(deltas + place * DELTA_STRIDE, mask=is_value & is_entry, other=0.0),)
-        decay += (tl.load(decays + place * DECAY_STRIDE, mask=is_entry, other=1.0),)
+    When an entry was added, its registers are filled with the entry AHEAD places later."""
     for begin in tl.range(0, count, AHEAD, num_stages=1):
-        next_key, next_delta, next_decay = (), (), ()
+        later = ()
         for i in tl.static_range(AHEAD):
-            state_XDLK = _updated(state_XDLK, decay[i], delta[i], key[i][:, None, :, :])
+            key_XLK, delta_DL, decay = entries[i]
+            state_XDLK = _updated(state_XDLK, decay, delta_DL, key_XLK[:, None, :, :])
             if begin + i + 1 == fold_at:
                 tl.store(fold_tile, state_XDLK, mask=is_real)
-            ahead = begin + AHEAD + i
-            place, is_entry = _entry(first, ahead, CAPACITY), ahead < count
-            next_key += (tl.load(keys + place * KEY_STRIDE, mask=key_mask & is_entry, other=0.0),)
-            next_delta += (tl.load(deltas + place * DELTA_STRIDE, mask=is_value & is_entry, other=0.0),)
-            next_decay += (tl.load(decays + place * DECAY_STRIDE, mask=is_entry, other=1.0),)
-        key, delta, decay = next_key, next_delta, next_decay
+            later += (_load_entry(
+                keys, deltas, decays, begin + AHEAD + i, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K
+            ),)  # fmt: skip
+        entries = later
     return state_XDLK
 
 
@@ -226,6 +277,46 @@ def _fold_inputs(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # every lane must read its row before any lane stores to it
     for i in tl.static_range(3):
         tl.store(fold_row + i * C + channel, rows[i], mask=mask)
+
+
+@triton.jit
+def _store_inputs(  # type: ignore[no-untyped-def]
+    inputs, windows, begin, after, channels, k_index, d, key_columns, CAPACITY: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Store the convolution's inputs of columns from `begin` on to their entries; those of q and k before column
+    `key_columns`. after: the place of column 0."""
+    for t in tl.static_range(COLUMNS):
+        column = begin + tl.full([], t, tl.int32)
+        place = inputs + _entry(after, column, CAPACITY) * C
+        is_key, is_value = k_index < tl.where(column < key_columns, K, 0), d < tl.where(column < T, D, 0)
+        tl.store(place + channels[0], windows[0][3 + t], mask=is_key)
+        tl.store(place + channels[1], windows[1][3 + t], mask=is_key)
+        tl.store(place + channels[2], windows[2][3 + t], mask=is_value)
+
+
+@triton.jit
+def _run_columns(  # type: ignore[no-untyped-def]
+    state_XDLK, prepared, o, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
+    CAPACITY: tl.constexpr, T: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KEY_HEADS: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Advance the state by the prepared columns, which are those from `begin` on. Stores their outputs, and their
+    entries but for the convolution's inputs: keys before column `key_columns`, decays before `head_columns`."""
+    qs, ks, qks, vs, betas, column_decays = prepared
+    for t in tl.static_range(COLUMNS):
+        column, decay = begin + tl.full([], t, tl.int32), column_decays[t]
+        place, is_value = _entry(after, column, CAPACITY), d < tl.where(column < T, D, 0)
+        # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q): both sums are over the same S and run
+        # together.
+        seen, read = _applied(state_XDLK, ks[t]), _applied(state_XDLK, qs[t])
+        delta = (vs[t] - decay * seen) * betas[t]
+        state_XDLK = _updated(state_XDLK, decay, delta, ks[t][:, None, None, :])
+        tl.store(o + column * (V * D), decay * read + delta * qks[t], mask=is_value)
+        tl.store(deltas + place * (V * D), delta, mask=is_value)
+        tl.store(decays + place * V, decay, mask=column < head_columns)
+        tl.store(keys + place * (KEY_HEADS * K), ks[t], mask=k_index < tl.where(column < key_columns, K, 0))
+    return state_XDLK
 
 
 @triton.jit
@@ -243,97 +334,67 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     b, head, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // NUM_BLOCKS, tl.program_id(0) % NUM_BLOCKS
     key_head = head // REPEATS
+    head_columns = tl.where(block == 0, T, 0)
+    key_columns = tl.where(head % REPEATS == 0, head_columns, 0)
     k_index = tl.arange(0, BLOCK_K // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     d = block * BLOCK_D + tl.arange(0, BLOCK_D // GROUPS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     is_key, is_value = k_index < K, d < D
-    q_channel = key_head * K + k_index
-    k_channel, v_channel = KEY_HEADS * K + q_channel, 2 * KEY_HEADS * K + head * D + d
-    q_taps, k_taps, v_taps = (
-        conv_taps(conv_C4, q_channel, is_key),
-        conv_taps(conv_C4, k_channel, is_key),
-        conv_taps(conv_C4, v_channel, is_value),
-    )
+    q_channel, masks = key_head * K + k_index, (is_key, is_key, is_value)
+    channels = (q_channel, KEY_HEADS * K + q_channel, 2 * KEY_HEADS * K + head * D + d)
+    taps = ()
+    for part in tl.static_range(3):
+        taps += (conv_taps(conv_C4, channels[part], masks[part]),)
     rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
     await_previous(PDL)
 
     read_row, fold_row, read_length = tl.load(read_row_B + b), tl.load(fold_row_B + b), tl.load(read_length_B + b)
-    entry = tl.load(slot_B + b) * CAPACITY
+    ring = tl.load(slot_B + b) * CAPACITY
     count = tl.maximum(tl.load(start_B + b) - read_length, 0).to(tl.int32)
     fold_at = (tl.load(fold_length_B + b) - read_length).to(tl.int32)
     first = (read_length % CAPACITY).to(tl.int32)
+    after = _entry(first, count, CAPACITY)
     # Every load comes before the first use of one, so that all are in flight at once.
-    tile = ssm_RVDK + (head * D + d[None, :, :, None]) * K + k_index[:, None, None, :]
-    is_real = is_value[None, :, :, None] & is_key[:, None, None, :]
+    tile, is_real = ssm_RVDK + (head * D + d[:, :, None]) * K, is_value[None, :, :, None] & is_key[:, None, None, :]
+    tile = tile[None, :, :, :] + k_index[:, None, None, :]
     state_XDLK = tl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
-    x, row, inputs = projected_NP + b * T * x_stride, conv_R3C + read_row * conv_stride, conv_SCX + entry * C
-    raw = x + C + V * D + head
-    q_window = _inputs_before(count, row, inputs, first, q_channel, is_key, C, CAPACITY)
-    k_window = _inputs_before(count, row, inputs, first, k_channel, is_key, C, CAPACITY)
-    v_window = _inputs_before(count, row, inputs, first, v_channel, is_value, C, CAPACITY)
-    q_window += _columns(x, x_stride, 0, q_channel, is_key, T, COLUMNS)
-    k_window += _columns(x, x_stride, 0, k_channel, is_key, T, COLUMNS)
-    v_window += _columns(x, x_stride, 0, v_channel, is_value, T, COLUMNS)
-    bs, as_ = _raw_gates(raw, x_stride, 0, V, T, COLUMNS)
+    x, row, inputs = projected_NP + b * T * x_stride, conv_R3C + read_row * conv_stride, conv_SCX + ring * C
+    raw, fold_inputs = x + C + V * D + head, conv_R3C + fold_row * conv_stride
+    loaded = _load_first_columns(
+        x, x_stride, raw, count, row, inputs, first, channels, masks, C, CAPACITY, V, T, COLUMNS
+    )  # fmt: skip
+    keys, decays = key_SCGK + ring * (KEY_HEADS * K) + q_channel, decay_SCV + ring * V + head
+    deltas = delta_SCVD + ring * (V * D) + head * D + d
+    entries = _load_entries(keys, deltas, decays, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K, AHEAD)
 
-    keys, deltas, decays = (
-        key_SCGK + entry * (KEY_HEADS * K) + tl.broadcast_to(q_channel[:, None, :], BLOCK_K // CHUNK, GROUPS, CHUNK),
-        delta_SCVD + entry * (V * D) + head * D + d,
-        decay_SCV + entry * V + head,
-    )
     state_XDLK = _replayed(
-        state_XDLK, tile + fold_row * ssm_stride, is_real, keys, is_key[:, None, :], deltas, is_value, decays, first,
-        count, fold_at, CAPACITY, AHEAD, KEY_HEADS * K, V * D, V,
+        state_XDLK, entries, tile + fold_row * ssm_stride, fold_at, keys, deltas, decays, first, count, k_index,
+        d, is_real, CAPACITY, V, D, KEY_HEADS, K, AHEAD,
     )  # fmt: skip
     if fold_at > 0:
-        _fold_inputs(
-            fold_at, row, conv_R3C + fold_row * conv_stride, inputs, first, v_channel, is_value, C, CAPACITY
-        )
+        _fold_inputs(fold_at, row, fold_inputs, inputs, first, channels[2], is_value, C, CAPACITY)
 
-    is_head, is_key_head = block == 0, (block == 0) & (head % REPEATS == 0)
-    o_slot, out_slot = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
+    o, out = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
+    o_head = o + head * D + d
     for begin in tl.range(0, T, COLUMNS, num_stages=1):
         if T > COLUMNS:
-            next_q = _columns(x, x_stride, begin + COLUMNS, q_channel, is_key, T, COLUMNS)
-            next_k = _columns(x, x_stride, begin + COLUMNS, k_channel, is_key, T, COLUMNS)
-            next_v = _columns(x, x_stride, begin + COLUMNS, v_channel, is_value, T, COLUMNS)
-            next_bs, next_as = _raw_gates(raw, x_stride, begin + COLUMNS, V, T, COLUMNS)
-        qs, ks, qks = queries_keys(q_window, k_window, q_taps, k_taps, K, COLUMNS)
-        for t in tl.static_range(COLUMNS):
-            is_column = begin + t < T
-            decay = tl.exp(-rate * softplus(as_[t].to(tl.float32) + dt_bias))
-            q, k = qs[t][:, None, None, :], ks[t][:, None, None, :]
-            seen, read = _applied(state_XDLK, k), _applied(state_XDLK, q)
-            delta = (convolved(v_window, t, v_taps) - decay * seen) * tl.sigmoid(bs[t].to(tl.float32))
-            state_XDLK = _updated(state_XDLK, decay, delta, k)
-            # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q).
-            tl.store(
-                o_slot + (begin + t) * (V * D) + head * D + d, decay * read + delta * qks[t], mask=is_value & is_column
-            )
-            place = _entry(first, count + begin + t, CAPACITY)
-            tl.store(delta_SCVD + (entry + place) * (V * D) + head * D + d, delta, mask=is_value & is_column)
-            tl.store(decay_SCV + (entry + place) * V + head, decay, mask=is_head & is_column)
-            key_mask = is_key & (is_key_head & is_column)
-            tl.store(key_SCGK + (entry + place) * (KEY_HEADS * K) + q_channel, ks[t], mask=key_mask)
-            column = inputs + place * C
-            tl.store(column + q_channel, q_window[3 + t], mask=key_mask)
-            tl.store(column + k_channel, k_window[3 + t], mask=key_mask)
-            tl.store(column + v_channel, v_window[3 + t], mask=is_value & is_column)
+            later = _load_columns(x, x_stride, raw, begin + COLUMNS, channels, masks, V, T, COLUMNS)
+        prepared = _prepared(loaded, taps, rate, dt_bias, K, COLUMNS)
+        _store_inputs(
+            inputs, loaded[0], begin, after, channels, k_index, d, key_columns, CAPACITY, T, D, K, C, COLUMNS
+        )
+        state_XDLK = _run_columns(
+            state_XDLK, prepared, o_head, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
+            CAPACITY, T, V, D, KEY_HEADS, K, COLUMNS,
+        )  # fmt: skip
         if T > COLUMNS:
-            q_window = _window_after(q_window, next_q, COLUMNS)
-            k_window = _window_after(k_window, next_k, COLUMNS)
-            v_window = _window_after(v_window, next_v, COLUMNS)
-            bs, as_ = next_bs, next_as
+            loaded = later
 
     tl.debug_barrier()  # every lane's reads and stores must precede the count
     counter = counters + b * KEY_HEADS + key_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
         tl.store(counter, 0)
-        store_gated_norms(
-            x + C, x_stride, norm_D, eps, o_slot, out_slot, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS
-        )
+        store_gated_norms(x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS)
         if fold_at > 0:
             c = tl.arange(0, 2 * BLOCK_K)
-            channel = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K
-            _fold_inputs(
-                fold_at, row, conv_R3C + fold_row * conv_stride, inputs, first, channel, c % BLOCK_K < K, C, CAPACITY
-            )
+            channel, mask = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K, c % BLOCK_K < K
+            _fold_inputs(fold_at, row, fold_inputs, inputs, first, channel, mask, C, CAPACITY)

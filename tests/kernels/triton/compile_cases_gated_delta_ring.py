@@ -13,6 +13,7 @@ def _case(
     model: str, num_columns: int, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
 ) -> CompileCase:
     parts = ("ssm_RVDK", "key_SCGK", "delta_SCVD", "decay_SCV", "a_log_V", "dt_bias_V", "norm_D", "o_NVD")
+    num_warps = gated_delta_ring._BLOCK_D * head_dim // gated_delta_ring._TILE_A_WARP
     integers = ("read_row_B", "slot_B", "start_B", "read_length_B", "fold_length_B", "fold_row_B")
     return CompileCase(
         name=f"gated_delta_ring_step {model} T={num_columns}",
@@ -38,12 +39,12 @@ def _case(
             "BLOCK_D": gated_delta_ring._BLOCK_D,
             "BLOCK_K": head_dim,
             "CHUNK": gated_delta_ring._CHUNK,
-            "GROUPS": gated_delta_ring._GROUPS,
+            "GROUPS": gated_delta_ring._GROUPS_A_WARP * num_warps,
             "BLOCK_ROWS": min(
                 gated_delta_ring._MAX_ROWS, triton.next_power_of_2(num_columns * value_heads // key_heads)
             ),
         },
-        num_warps=gated_delta_ring._NUM_WARPS,
+        num_warps=num_warps,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
         instructions=("ld.global.v4.b32", "st.global.v4.b32", "atom.global.gpu.acq_rel"),
     )
