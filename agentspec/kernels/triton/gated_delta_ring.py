@@ -39,10 +39,13 @@ sum over the key dim crosses only these lanes."""
 _GROUPS_A_WARP = 4
 """Groups of such lanes in a warp. Each loads its own copy of a key, in the place where the update needs it: that takes
 no exchange between lanes."""
-_AHEAD = 4
+_AHEAD = 3
 """Entries whose loads are in flight while one is added to the state."""
 _MAX_COLUMNS = 4
 """Most columns of a window that are in registers at a time."""
+_MAX_REGISTERS = 168
+"""Per lane: three programs of four warps fit into a multiprocessor. Without a limit the compiler takes more than it
+needs."""
 _MAX_ROWS = 16
 """Most rows (a token of a head) that the norm holds in registers at a time."""
 
@@ -117,6 +120,7 @@ def gated_delta_ring_step(
         GROUPS=min(_GROUPS_A_WARP * num_warps, block_d),
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
         num_warps=num_warps,
+        maxnreg=_MAX_REGISTERS,
         **OVERLAPPED,
     )
     state_traffic.rows_read += num_slots
@@ -270,13 +274,19 @@ def _replayed(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fold_inputs(  # type: ignore[no-untyped-def]
-    count, row, fold_row, entries, first, channel, mask, C: tl.constexpr, CAPACITY: tl.constexpr
-):
-    """Store the convolution's inputs before the `count`-th entry to `fold_row`, which may be `row`."""
-    rows = _inputs_before(count, row, entries, first, channel, mask, C, CAPACITY)
+    b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B, channel, mask,
+    C: tl.constexpr, CAPACITY: tl.constexpr
+):  # fmt: skip
+    """Store the convolution's inputs before the fold length to the fold row, which may be the read row."""
+    # Loaded again, since they would take registers all the time for what one window in several does.
+    read_length = tl.load(read_length_B + b)
+    count, first = (tl.load(fold_length_B + b) - read_length).to(tl.int32), (read_length % CAPACITY).to(tl.int32)
+    row, inputs = conv_R3C + tl.load(read_row_B + b) * conv_stride, conv_SCX + tl.load(slot_B + b) * CAPACITY * C
+    rows = _inputs_before(count, row, inputs, first, channel, mask, C, CAPACITY)
+    place = conv_R3C + tl.load(fold_row_B + b) * conv_stride + channel
     tl.debug_barrier()  # every lane must read its row before any lane stores to it
     for i in tl.static_range(3):
-        tl.store(fold_row + i * C + channel, rows[i], mask=mask)
+        tl.store(place + i * C, rows[i], mask=mask)
 
 
 @triton.jit
@@ -358,7 +368,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     tile = tile[None, :, :, :] + k_index[:, None, None, :]
     state_XDLK = tl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
     x, row, inputs = projected_NP + b * T * x_stride, conv_R3C + read_row * conv_stride, conv_SCX + ring * C
-    raw, fold_inputs = x + C + V * D + head, conv_R3C + fold_row * conv_stride
+    raw = x + C + V * D + head
     loaded = _load_first_columns(
         x, x_stride, raw, count, row, inputs, first, channels, masks, C, CAPACITY, V, T, COLUMNS
     )  # fmt: skip
@@ -371,7 +381,10 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         d, is_real, CAPACITY, V, D, KEY_HEADS, K, AHEAD,
     )  # fmt: skip
     if fold_at > 0:
-        _fold_inputs(fold_at, row, fold_inputs, inputs, first, channels[2], is_value, C, CAPACITY)
+        _fold_inputs(
+            b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B,
+            channels[2], is_value, C, CAPACITY,
+        )  # fmt: skip
 
     o, out = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
     o_head = o + head * D + d
@@ -379,9 +392,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         if T > COLUMNS:
             later = _load_columns(x, x_stride, raw, begin + COLUMNS, channels, masks, V, T, COLUMNS)
         prepared = _prepared(loaded, taps, rate, dt_bias, K, COLUMNS)
-        _store_inputs(
-            inputs, loaded[0], begin, after, channels, k_index, d, key_columns, CAPACITY, T, D, K, C, COLUMNS
-        )
+        _store_inputs(inputs, loaded[0], begin, after, channels, k_index, d, key_columns, CAPACITY, T, D, K, C, COLUMNS)
         state_XDLK = _run_columns(
             state_XDLK, prepared, o_head, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
             CAPACITY, T, V, D, KEY_HEADS, K, COLUMNS,
@@ -397,4 +408,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         if fold_at > 0:
             c = tl.arange(0, 2 * BLOCK_K)
             channel, mask = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K, c % BLOCK_K < K
-            _fold_inputs(fold_at, row, fold_inputs, inputs, first, channel, mask, C, CAPACITY)
+            _fold_inputs(
+                b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B,
+                channel, mask, C, CAPACITY,
+            )  # fmt: skip

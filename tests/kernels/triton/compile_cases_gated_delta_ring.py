@@ -45,6 +45,7 @@ def _case(
             ),
         },
         num_warps=num_warps,
+        max_registers=gated_delta_ring._MAX_REGISTERS,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
         instructions=("ld.global.v4.b32", "st.global.v4.b32", "atom.global.gpu.acq_rel"),
     )

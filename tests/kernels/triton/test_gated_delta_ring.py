@@ -54,17 +54,13 @@ class Case:
         """Run one step. Return outputs, and the case with the memory after it."""
         ring = DeltaRing(*(getattr(self.ring, part).clone() for part in PARTS))
         after = replace(self, ssm_RVDK=self.ssm_RVDK.clone(), conv_R3C=self.conv_R3C.clone(), ring=ring)
-        out = step(
-            self.projected_NP, self.weights, after.ssm_RVDK, after.conv_R3C, ring, self.read_row_B, self.window
-        )
+        out = step(self.projected_NP, self.weights, after.ssm_RVDK, after.conv_R3C, ring, self.read_row_B, self.window)
         return out, after
 
     def of_slots(self, chosen: list[int]) -> Case:
         """The step of some places of the batch, in this order."""
         num_columns = self.window.entries_BT.shape[1]
-        window = RingWindow(
-            **{field: getattr(self.window, field)[chosen] for field in RingWindow.__slots__}
-        )
+        window = RingWindow(**{field: getattr(self.window, field)[chosen] for field in RingWindow.__slots__})
         return replace(
             self,
             projected_NP=self.projected_NP.unflatten(0, (-1, num_columns))[chosen].flatten(0, 1),
@@ -225,9 +221,120 @@ def check_bits(shape: Shape, num_columns: int, device: torch.device, seed: int) 
         assert torch.equal(entries, entries_again), (part, seed)
 
 
+class Windows:
+    """Sequences that start from random states, in windows of random widths of which random leading columns are
+    accepted. Rejected columns get tokens of their own."""
+
+    def __init__(self, shape: Shape, num_slots: int, num_tokens: int, device: torch.device, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.shape, self.device, self.num_slots, self.num_tokens = shape, device, num_slots, num_tokens
+        self.weights = make_weights(shape, rng, device)
+        self.projected_SNP = (2 * torch.randn(num_slots, num_tokens, shape.width, generator=rng)).to(shape.dtype)
+        self.ssm_SVDK = torch.randn(num_slots, shape.value_heads, shape.value_dim, shape.key_dim, generator=rng)
+        self.conv_S3C = torch.randn(num_slots, 3, shape.channels, generator=rng).to(shape.dtype)
+        self.first_B = [int(torch.randint(40, (), generator=rng)) for _ in range(num_slots)]
+
+    def pools(self, rows: list[int], num_rows: int) -> tuple[Tensor, Tensor]:
+        """Pools of NaN, with the slots' first states in `rows`."""
+        ssm = torch.full((num_rows, *self.ssm_SVDK.shape[1:]), torch.nan)
+        conv = torch.full((num_rows, *self.conv_S3C.shape[1:]), torch.nan, dtype=self.conv_S3C.dtype)
+        ssm[rows], conv[rows] = self.ssm_SVDK, self.conv_S3C
+        return ssm.to(self.device), conv.to(self.device)
+
+    def play(self, step: Callable[[list[int], Tensor, list[int]], Tensor], width: int, seed: int) -> Tensor:
+        """Outputs of every token. step: runs the windows (done tokens, projections, tokens to accept)."""
+        generator, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+        done = [0] * self.num_slots
+        outputs = torch.full(
+            (self.num_slots, self.num_tokens, self.shape.value_heads * self.shape.value_dim), torch.nan
+        )
+        while min(done) < self.num_tokens:
+            num_columns = generator.randint(1, width)
+            accepted = [min(generator.randint(1, num_columns), self.num_tokens - n) for n in done]
+            x_BTP = 2 * torch.randn(self.num_slots, num_columns, self.shape.width, generator=rng)
+            x_BTP = x_BTP.to(self.projected_SNP.dtype)
+            for slot, (n, count) in enumerate(zip(done, accepted, strict=True)):
+                x_BTP[slot, :count] = self.projected_SNP[slot, n : n + count]
+            out = step(done, x_BTP.flatten(0, 1).to(self.device), accepted).unflatten(0, x_BTP.shape[:2]).cpu().float()
+            for slot, count in enumerate(accepted):
+                outputs[slot, done[slot] : done[slot] + count] = out[slot, :count]
+                done[slot] += count
+        assert not outputs.isnan().any()
+        return outputs
+
+
+def play_rings(windows: Windows, width: int, seed: int, ring: RingShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, and the state rows and convolution rows at the last fold length."""
+    slots, device = list(range(windows.num_slots)), windows.device
+    read_rows, other_rows = [2 + 2 * slot for slot in slots], [3 + 2 * slot for slot in slots]
+    ssm, conv = windows.pools(read_rows, 2 + 2 * len(slots))
+    entries = new_ring(windows.shape, len(slots), ring)
+    memory = DeltaRing(*(getattr(entries, part).to(device) for part in PARTS))
+    memory = replace(memory, conv_SCX=memory.conv_SCX.to(conv.dtype))
+    read_lengths = list(windows.first_B)
+
+    def step(done: list[int], x_NP: Tensor, accepted: list[int]) -> Tensor:
+        starts = [first + n for first, n in zip(windows.first_B, done, strict=True)]
+        fold_rows = [
+            read if slot % 2 else other for slot, read, other in zip(slots, read_rows, other_rows, strict=True)
+        ]
+        window = ring_window(slots, starts, read_lengths, fold_rows, len(x_NP) // len(slots), ring)
+        out = gated_delta_ring.gated_delta_ring_step(
+            x_NP, windows.weights, ssm, conv, memory, torch.tensor(read_rows, device=device), to_device(window, device)
+        )
+        for slot in slots:
+            if int(window.fold_length_B[slot]) > read_lengths[slot]:
+                read_lengths[slot] = int(window.fold_length_B[slot])
+                if fold_rows[slot] != read_rows[slot]:
+                    read_rows[slot], other_rows[slot] = other_rows[slot], read_rows[slot]
+        return out
+
+    outputs = windows.play(step, width, seed)
+    step([windows.num_tokens] * len(slots), windows.projected_SNP[:, 0].contiguous().to(device), [0] * len(slots))
+    return outputs, ssm[read_rows], conv[read_rows]
+
+
+def play_rows(windows: Windows, width: int, seed: int) -> Tensor:
+    slots, device = list(range(windows.num_slots)), windows.device
+    rows = [[2 + 2 * width * slot + i for i in range(2 * width)] for slot in slots]
+    ssm, conv = windows.pools([own[-1] for own in rows], 2 + 2 * width * len(slots))
+
+    def step(done: list[int], x_NP: Tensor, accepted: list[int]) -> Tensor:
+        num_columns = len(x_NP) // len(slots)
+        out = gated_delta.gated_delta_step(
+            x_NP,
+            windows.weights,
+            ssm,
+            conv,
+            torch.tensor([own[-1] for own in rows], device=device),
+            torch.tensor([own[:num_columns] for own in rows], device=device),
+        )
+        for own, count in zip(rows, accepted, strict=True):
+            if count:
+                own.append(own.pop(count - 1))
+        return out
+
+    return windows.play(step, width, seed)
+
+
+def check_windows(shape: Shape, width: int, num_slots: int, num_tokens: int, device: torch.device, seed: int) -> None:
+    """Check that rings give what rows give, and that bits do not depend on how the tokens are split over windows: an
+    entry that is replayed gives the bits of the column that stored it."""
+    windows, ring = Windows(shape, num_slots, num_tokens, device, seed), RingShape.of(width)
+    what = f"{shape} W={width} B={num_slots} seed={seed}"
+    outputs, ssm, conv = play_rings(windows, width, seed, ring)
+    expected = play_rows(windows, width, seed)
+    error = relative_error(outputs, expected)
+    assert error < OUTPUT_TOLERANCES[shape.dtype], f"{error} {what}"
+    others = play_rings(windows, width, seed + 1, ring)
+    for name, got, other in zip(("outputs", "states", "inputs"), (outputs, ssm, conv), others, strict=True):
+        assert torch.equal(got, other), f"{name}: {what}"
+
+
 SMALL = Shape(value_heads=4, key_heads=2, value_dim=16, key_dim=16)
 ODD = Shape(value_heads=6, key_heads=2, value_dim=24, key_dim=12, gate="sigmoid")
 ONE_TO_ONE = Shape(value_heads=2, key_heads=2, value_dim=32, key_dim=64)
+PAIR = Shape(value_heads=2, key_heads=1, value_dim=16, key_dim=16)
 MIXED = [*KINDS, "start", "padding", "padding"]
 
 
@@ -258,11 +365,22 @@ def test_every_count_of_columns_and_entries_matches_reference(device: torch.devi
     generator = random.Random(17)
     for num_columns in range(1, 17):
         kinds = generator.choices([*KINDS, "start"], k=2)
-        check_against_reference(
-            Shape(value_heads=2, key_heads=1, value_dim=16, key_dim=16), kinds, num_columns, device, seed=num_columns
-        )
+        check_against_reference(PAIR, kinds, num_columns, device, seed=num_columns)
 
 
 def test_bits_depend_only_on_the_slot(device: torch.device) -> None:
     check_bits(SMALL, 3, device, seed=6)
     check_bits(ODD, 5, device, seed=7)
+
+
+@pytest.mark.parametrize("shape", [PAIR, replace(PAIR, dtype=torch.bfloat16)], ids=["float32", "bfloat16"])
+def test_rings_equal_rows_over_many_windows(shape: Shape, device: torch.device) -> None:
+    check_windows(shape, 4, 2, 38, device, seed=21)
+
+
+def test_rings_of_odd_sizes_equal_rows(device: torch.device) -> None:
+    check_windows(replace(ODD, value_heads=1, key_heads=1), 3, 2, 38, device, seed=23)
+
+
+def test_rings_with_wide_windows_equal_rows(device: torch.device) -> None:
+    check_windows(replace(PAIR, value_heads=1), 8, 2, 50, device, seed=22)
