@@ -6,7 +6,8 @@ from agentspec.kernels.triton.cache_keys import compute_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.copies import append_text, draft_copies
 from agentspec.kernels.triton.gated_delta import gated_delta_step
-from agentspec.kernels.triton.hidden import save_hidden
+from agentspec.kernels.triton.gated_delta_ring import gated_delta_ring_step
+from agentspec.kernels.triton.hidden import fold_hidden, save_hidden
 from agentspec.kernels.triton.linear_layers import (
     add_linear,
     draft_argmax,
@@ -34,8 +35,10 @@ __all__ = [
     "draft_best",
     "draft_copies",
     "expert_sum",
+    "fold_hidden",
     "force_acceptance",
     "gated_delta_prefill",
+    "gated_delta_ring_step",
     "gated_delta_step",
     "linear",
     "logits",

@@ -127,6 +127,12 @@ class ExchangeGroup:
             )
         return tokens_N
 
+    def gather_columns(self, part_NC: Tensor) -> Tensor:
+        """See kernels.Group."""
+        width = part_NC.shape[1]
+        bounds_R = torch.arange(self.size + 1, dtype=torch.int64, device=part_NC.device) * width
+        return self.gather(part_NC, bounds_R, width, self.size * width)
+
     def gather(self, part_NW: Tensor, bounds_R: Tensor, widest: int, vocab_size: int) -> Tensor:
         """[N, V], the parts of all ranks side by side. All ranks get the same bits.
 
