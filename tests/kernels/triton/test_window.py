@@ -53,7 +53,6 @@ class Slots:
             fold_length = length // fold_tokens * fold_tokens
             slot.read_length_B[s] = generator.choice([length, length - 1, fold_length, fold_length - fold_tokens])
             slot.num_valid_drafts_B[s] = generator.randint(0, 7)
-            slot.num_copies_B[s] = generator.randint(0, 2)
             slot.checkpoint_rows_B2[s] = torch.tensor(rows[width : width + 2])
             slot.checkpoint_lens_B2[s] = torch.tensor(
                 generator.choice([[0, 0], [length // 64 * 64, 0], [fold_length, 64], [640, 64]])
