@@ -199,9 +199,7 @@ def build(
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages, rings=settings.rings)
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
     executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
-    policy, depths = (
-        (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
-    )
+    policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
     if ahead is not None:
         _await_kernels(ahead, settings, memory, progress)
     reason = settings.why_eager
