@@ -129,7 +129,8 @@ def gated_delta_ring_step(
 
 def columns_at_a_time(num_columns: int) -> int:
     """Columns of a window that are in registers at a time: as few as the same number of turns allows."""
-    return triton.cdiv(num_columns, triton.cdiv(num_columns, _MAX_COLUMNS))
+    num_turns = -(-num_columns // _MAX_COLUMNS)
+    return -(-num_columns // num_turns)
 
 
 @triton.jit

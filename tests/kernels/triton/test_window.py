@@ -79,7 +79,7 @@ class Slots:
         )
 
 
-def check_open_window(seed: int, device: torch.device, *, has_ring: bool) -> None:
+def check_open_window(seed: int, device: torch.device, *, has_ring: bool = False) -> None:
     case = Slots.random(seed, device)
     ring = case.ring if has_ring else None
     arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns, ring)
