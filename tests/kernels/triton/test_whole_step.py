@@ -65,9 +65,9 @@ def run_steps(
         outcomes.append(driver.step(num_drafted, slots=slots, plan=plan))
         plan = StepPlan()
     states: dict[str, Tensor] = {}
-    state = SlotState.of(driver.executor._buffers.slots_SF)
+    state_S = SlotState.of(driver.executor._buffers.slots_SF)
     for slot, running in driver.running.items():
-        length, row = running.outcomes[-1].length, state.read_row_B[slot]
+        length, row = running.outcomes[-1].length, state_S.read_row_B[slot]
         keys_values = model.pools["kv_AP2SGD"][:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]
         parts = {
             "ssm": model.pools["ssm_LRVDK"][:, row],
@@ -76,7 +76,7 @@ def run_steps(
             "K/V": keys_values,
         }
         if has_ring:
-            parts |= ring_parts(model, slot, int(state.read_length_B[slot]), length)
+            parts |= ring_parts(model, slot, int(state_S.read_length_B[slot]), length)
         states |= {f"{name} of slot {slot}": part.cpu() for name, part in parts.items()}
     return outcomes, states
 
