@@ -130,6 +130,8 @@ ENGINE_FLAGS = {
     "--device",
     "--dtype",
     "--draft-tokens",
+    "--copy-drafts",
+    "--state-form",
     "--draft-vocab",
     "--draft-precision",
     "--token-counts",
