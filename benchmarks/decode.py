@@ -82,8 +82,19 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     else:
         return core_cases()
     return [
-        Case(model=model, context=context, batch=batch, depth=depth, emitted=options.emitted, sampled=options.sampled)
-        for model, context, batch, depth in itertools.product(*axes)
+        Case(
+            model=model,
+            context=context,
+            batch=batch,
+            depth=depth,
+            emitted=options.emitted,
+            sampled=options.sampled,
+            state_form=state_form,
+            copies=copies,
+        )
+        for (model, context, batch, depth), copies, state_form in itertools.product(
+            itertools.product(*axes), options.copies, options.state_form
+        )
     ]
 
 
@@ -209,6 +220,10 @@ def arguments() -> argparse.Namespace:
     )
     which.add_argument(
         "--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts"
+    )
+    which.add_argument("--state-form", nargs="+", choices=("rows", "ring"), default=["rows"], help="as of an engine")
+    which.add_argument(
+        "--copies", nargs="+", type=int, default=[0], help="columns for copies, of which none is accepted: their cost"
     )
     which.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
     which.add_argument(

@@ -208,4 +208,6 @@ def floor_of(
         draft_vocab=draft_vocab,
         experts=None if experts is None else experts.means,
         fp8_drafts=fp8_drafts,
+        num_copies=case.copies,
+        ring_emitted=case.expected_emitted if case.state_form == "ring" else None,
     )

@@ -17,13 +17,13 @@ import torch
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import build
 from agentspec.models.hf_config import TextConfig
-from agentspec.mtp.window_policy import AdaptiveWindow
+from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
-from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, rings_bytes
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
-from agentspec.types import ModelSpec, SamplingParams, WindowShape, most_drafts
+from agentspec.types import ModelSpec, RingShape, SamplingParams, WindowShape, most_drafts, rows_of_request
 from agentspec.wire import Submit, TokensEvent
 from benchmarks.published import PrefilledModel
 from benchmarks.step_bytes import parameter_bytes
@@ -52,13 +52,22 @@ class Case:
     emitted: float = 3.39
     """Mean tokens per step that the forced acceptance gives with MAX_DRAFTS drafts."""
     sampled: bool = False
+    state_form: Literal["rows", "ring"] = "rows"
+    copies: int = 0
+    """Columns for copies in every window. Random text repeats nothing, so they are never accepted: only their cost is
+    measured."""
 
     def __post_init__(self) -> None:
         for name, value in (("context", self.context), ("batch", self.batch)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        if self.depth != "auto" and not 0 <= self.depth <= most_drafts():
-            raise ValueError(f"k={self.depth}: must be auto, or 0 to {most_drafts()}")
+        most = most_drafts(has_ring=self.state_form == "ring")
+        if self.depth != "auto" and not 0 <= self.depth <= most:
+            raise ValueError(f"k={self.depth}: must be auto, or 0 to {most}")
+        if not 0 <= self.copies <= most - self.max_drafts:
+            raise ValueError(
+                f"copies={self.copies}: must be 0 to {most - self.max_drafts} behind {self.max_drafts} drafts"
+            )
         acceptance_rate(self.emitted)
 
     @property
@@ -78,7 +87,8 @@ class Case:
     def __str__(self) -> str:
         return (
             f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted "
-            f"{self.emitted:g}{', sampled' * self.sampled}"
+            f"{self.emitted:g}{', sampled' * self.sampled}{', ring' * (self.state_form == 'ring')}"
+            f"{f', {self.copies} copies' * bool(self.copies)}"
         )
 
 
@@ -99,10 +109,11 @@ def acceptance_rate(emitted: float) -> float:
 
 def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
     """Exactly the rows and pages of every slot's requests, with two checkpoints each, which admission requires."""
-    window = case.max_drafts + 1
+    window = case.max_drafts + case.copies + 1
     length = case.context + 1 + num_steps * window
     pages = case.batch * -(-(length + 4 * window) // spec.block_tokens) + 1
-    rows = RESERVED + case.batch * (case.max_drafts + 3 + SESSION_CHECKPOINTS)
+    own_rows = rows_of_request(window - 1, has_ring=case.state_form == "ring")
+    rows = RESERVED + case.batch * (own_rows + SESSION_CHECKPOINTS)
     return MemoryPlan(num_rows=rows, num_pages=pages, max_length=length)
 
 
@@ -117,6 +128,8 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
     graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts)
     graphs += prefill_graph_bytes(spec.hidden_size)
     pools = plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes
+    if case.state_form == "ring":
+        pools += rings_bytes(spec, RingShape.of(case.max_drafts + case.copies + 1), case.batch)
     return num_engines * (pools + graphs) + WORKSPACE_BYTES - free
 
 
@@ -151,6 +164,8 @@ class RunningEngine:
         spec, drafts = model.spec, case.max_drafts
         config = EngineConfig(
             draft_tokens=case.depth,
+            state_form=case.state_form,
+            copy_drafts=case.copies,
             max_running=case.batch,
             prefill_budget=case.batch * (case.context + spec.block_tokens),
             force_acceptance=(case.rate,) * drafts if drafts else None,
@@ -158,7 +173,8 @@ class RunningEngine:
         )
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
-        parts = build(model, config=config, memory=memory, device=device, window_policy=self.adaptive)
+        policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
+        parts = build(model, config=config, memory=memory, device=device, window_policy=policy)
         self.graphs = parts.graphs
         """A description of the captured graphs."""
         self._case = case

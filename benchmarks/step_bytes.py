@@ -15,9 +15,9 @@ from agentspec.kernels import SCALE_BLOCK
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
-from agentspec.models.state import page_bytes, row_bytes
+from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes, quantized_names
-from agentspec.types import BLOCK_TOKENS
+from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
 
 ROUTED = ".mlp.experts."
 """Part of the names of parameters that are stacks over all experts of a layer."""
@@ -47,7 +47,7 @@ class StepBytes:
     draft_head: int
     """The head's rows of the draft vocabulary, likewise."""
     state: int
-    """One row read and k + 1 written, for each slot."""
+    """For each slot one row read and k + 1 written, or with rings what `ring_bytes` counts."""
     kv: int
     """Keys and values of the context, in the trunk's attention layers once and in the MTP layer k times, for each
     slot."""
@@ -67,6 +67,8 @@ def step_bytes(
     experts: Experts | None = None,
     fp8_drafts: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    num_copies: int = 0,
+    ring_emitted: float | None = None,
 ) -> StepBytes:
     """Count the bytes of a step. Activations are small and not counted.
 
@@ -75,6 +77,8 @@ def step_bytes(
         draft_vocab: tokens that drafts are chosen from.
         experts: of a model with a mixture, and of no other.
         fp8_drafts: the MTP layer and the draft head are in 8 bits, whatever the checkpoint has.
+        num_copies: columns behind the MTP drafts'.
+        ring_emitted: tokens that a step emits, where slots have rings; None: they have none.
     """
     assert (experts is None) == (config.moe is None), "a mixture's bytes need the chosen experts"
     sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
@@ -94,9 +98,26 @@ def step_bytes(
         head=config.vocab_size * head_row,
         mtp=num_drafted * draft,
         draft_head=num_drafted * weight_bytes((draft_vocab, config.hidden_size), dtype, fp8=fp8_drafts),
-        state=batch * (num_drafted + 2) * row_bytes(state_forms(config, dtype)),
+        state=batch
+        * (
+            (num_drafted + num_copies + 2) * row_bytes(state_forms(config, dtype))
+            if ring_emitted is None
+            else ring_bytes(config, num_columns=num_drafted + num_copies + 1, emitted=ring_emitted, dtype=dtype)
+        ),
         kv=round(batch * context * (token_bytes - mtp_token_bytes + num_drafted * mtp_token_bytes)),
     )
+
+
+def ring_bytes(config: TextConfig, *, num_columns: int, emitted: float, dtype: torch.dtype) -> int:
+    """State bytes that a step moves for a slot with a ring: one row read, a row written every FOLD_TOKENS tokens, the
+    entries behind the row (without their convolution inputs, of which three are read), and an entry for each column."""
+    forms = state_forms(config, dtype)
+    replayed = sum(
+        part.nbytes for form in forms for part in form.ring_parts if part.name.startswith(("ring_key", "ring_delta"))
+    )
+    num_entries = (FOLD_TOKENS - 1) / 2 + emitted
+    rows = (1 + emitted / FOLD_TOKENS) * row_bytes(forms)
+    return round(rows + num_entries * replayed + num_columns * entry_bytes(forms))
 
 
 def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
