@@ -41,7 +41,7 @@ _GROUPS_A_WARP = 4
 no exchange between lanes."""
 _AHEAD = 3
 """Entries whose loads are in flight while one is added to the state."""
-_AHEAD_WITH_COLUMNS = {3: 2, 7: 2, 8: 2}
+_AHEAD_WITH_COLUMNS = dict.fromkeys((3, 7, 8, 10, 13, 14), 2)
 """Fewer where the compiler would spill registers otherwise, by the window's columns."""
 _MAX_COLUMNS = 4
 """Most columns of a window that are in registers at a time."""
