@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
 from agentspec.cache.prefix_tree import Checkpoint, path_of
+from agentspec.engine.ranks import Ranks
 from agentspec.runtime.plan import SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
 from agentspec.types import STOP_ID, STOP_LENGTH, CheckpointKind, FinishReason, tokens
@@ -54,15 +55,22 @@ PATIENCE = 1000
 class Proof:
     """Runs one engine until `num_turns` turns have ended, and checks everything."""
 
-    def __init__(self, setup: EngineSetup, device: torch.device | None = None, *, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        setup: EngineSetup,
+        device: torch.device | None = None,
+        *,
+        graphs: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
         """device: None: the CPU. graphs: on CUDA, replay steps; then the writes to rows and pages aren't watched, only
-        their results are checked."""
+        their results are checked. ranks: other processes, which run the same plans on models of their own."""
         device = torch.device("cpu") if device is None else device
         self.setup = setup
         self.rng = random.Random(setup.seed)
         self.now = 0.0
         self.model = setup.new_model(device)
-        self.assembly = setup.build(self.model, lambda: self.now, device, graphs=graphs)
+        self.assembly = setup.build(self.model, lambda: self.now, device, graphs=graphs, ranks=ranks)
         self.cache = self.assembly.cache
         self.loop: Any = self.assembly.loop
         self.max_length = self.assembly.info.max_context
