@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -169,14 +169,24 @@ class Ranks:
     def join(self) -> Group:
         """Meet the other ranks; blocks until all are there. Returns the group of their sums. Raises RankError."""
         self._receive(Here)
-        meeting = ThreadPoolExecutor(1, thread_name_prefix="agentspec-meeting")
-        found = meeting.submit(meet, os.path.join(self._meeting, "store"), self.rank)
-        meeting.shutdown(wait=False)  # it can't be stopped: where a rank has died it waits for _JOIN_SECONDS
+        found: Future[distributed.ProcessGroup] = Future()
+
+        def attempt() -> None:
+            try:
+                found.set_result(meet(os.path.join(self._meeting, "store"), self.rank))
+            except Exception as error:
+                found.set_exception(error)
+
+        # Meeting can't be interrupted: where a rank has died it waits for _JOIN_SECONDS.
+        threading.Thread(target=attempt, name="agentspec-meeting", daemon=True).start()
         for _ in pauses():
             self.check()
             if found.done():
                 break
-        return GatheredGroup(found.result())
+        try:
+            return GatheredGroup(found.result())
+        except RuntimeError as error:
+            raise self.explain(error) or RankError(f"the ranks did not meet: {error}") from error
 
     def build(
         self,
