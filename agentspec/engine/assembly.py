@@ -208,7 +208,7 @@ def build(
     model_dir: Path | None = None,
     window_policy: WindowPolicy | None = None,
     pace: Pace | None = None,
-    most_riders: int | None = None,
+    most_riders: int = MOST_RIDERS,
     constraints: ConstraintSource | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
@@ -218,10 +218,9 @@ def build(
 ) -> Assembly:
     """Build an engine around a model: allocate its state pools, and capture its steps where that is possible.
 
-    memory: None: by the settings and the device's free memory. most_riders: see runtime/ride.py; None: the default.
-    ahead: kernels that are being compiled; None: they are compiled at their first launch. early: see
-    ModelExecutor.capture. ranks: those that hold the model together with this process; the assembly closes them. Raises
-    ConfigError if a setting doesn't fit, RankError if a rank ends."""
+    memory: None: by the settings and the device's free memory. most_riders: see runtime/ride.py. ahead: kernels that
+    are being compiled; None: they are compiled at their first launch. early: see ModelExecutor.capture. ranks: the
+    model's other ones; the assembly closes them. Raises ConfigError if a setting doesn't fit, RankError if a rank ends."""
     spec = model.spec
     settings = Settings.resolve(config, spec, device, given=memory)
     token_counts = (
@@ -229,7 +228,6 @@ def build(
     )
     counts = {} if token_counts is None else token_counts.known
     draft_ids = _choose_drafts(settings, counts, tokenizer)
-    most_riders = MOST_RIDERS if most_riders is None else most_riders
     if ranks is not None:
         ranks.build(settings.max_running, draft_ids, most_riders=most_riders, early=early, given=memory)
     draft_vocabulary = _limit_drafts(model, draft_ids, has_counts=bool(counts))
@@ -238,8 +236,7 @@ def build(
     policy, depths = (
         (window_policy, range(settings.max_draft_tokens + 1)) if window_policy else settings.window_policy()
     )
-    if ahead is not None:
-        _await_kernels(ahead, settings, memory, progress)
+    _await_kernels(ahead, settings, memory, progress)
     graphs = make_ready(executor, copies, settings, depths, progress, early=early)
     led, led_copies = (executor, copies) if ranks is None else ranks.lead(executor, copies)
     loop = new_step_loop(
@@ -338,9 +335,11 @@ def _model_info(settings: Settings, memory: MemoryPlan, executor: ModelExecutor)
     )
 
 
-def _await_kernels(ahead: KernelsAhead, settings: Settings, memory: MemoryPlan, progress: Progress) -> None:
+def _await_kernels(ahead: KernelsAhead | None, settings: Settings, memory: MemoryPlan, progress: Progress) -> None:
     """Wait until the kernels are compiled. If memory holds less than the whole context, a few other kernels are
     launched: compile those too."""
+    if ahead is None:
+        return
     ahead.wait()
     max_pages = settings.max_pages(memory.max_length)
     if max_pages != settings.max_pages(limited(settings.spec, settings.config).max_context):
