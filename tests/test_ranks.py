@@ -21,6 +21,7 @@ from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, assemble
 from agentspec.engine.in_process import AsyncEngine, Engine
 from agentspec.engine.ranks import RankOptions, least
+from agentspec.engine.remote import RemoteEngine
 from agentspec.errors import ConfigError, EngineClosedError, RankError
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import FinishReason, SamplingParams
@@ -293,6 +294,35 @@ def test_an_engine_that_its_caller_drives_ends_its_requests_and_closes_without_a
 def test_a_rank_that_ends_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankError, match="rank 1 ended with exit status 1"):
         assemble(replace(TINY, tensor_parallel=2), rank_options=RankOptions(entry=("-c", "import sys; sys.exit(1)")))
+
+
+def test_a_server_loses_an_engine_whose_rank_dies() -> None:
+    """The engine's process reports the cause and ends with a status; nothing is left of it."""
+
+    async def main() -> None:
+        async with await RemoteEngine.start(replace(TINY, tensor_parallel=2, memory_gib=0.1)) as remote:
+            assert remote.setup.num_ranks == 2
+            pid = remote._process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            (rank,) = (child for child in children if "rank_process" in Path(f"/proc/{child}/cmdline").read_text())
+            events = remote.stream(Submit(request_id="a", prompt_ids=[5, 6], sampling=ENDLESS))
+            assert isinstance(await anext(events), TokensEvent)
+            os.kill(int(rank), signal.SIGKILL)
+            end = [event async for event in events][-1]
+            assert isinstance(end, FinishEvent)
+            assert (end.reason, end.is_lost, end.error) == (
+                FinishReason.ERROR,
+                True,
+                "RankError: rank 1 was killed by SIGKILL",
+            )
+            await remote.lost()
+            with pytest.raises(EngineClosedError, match="rank 1 was killed by SIGKILL"):
+                remote.check_alive()
+        assert remote._process.returncode == 1
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+
+    run(main())
 
 
 # --- settings ---

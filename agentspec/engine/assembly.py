@@ -220,7 +220,7 @@ def build(
 
     memory: None: by the settings and the device's free memory. most_riders: see runtime/ride.py. ahead: kernels that
     are being compiled; None: they are compiled at their first launch. early: see ModelExecutor.capture. ranks: the
-    model's other ones; the assembly closes them. Raises ConfigError if a setting doesn't fit, RankError if a rank ends."""
+    other ones, which the assembly closes. Raises ConfigError if a setting doesn't fit, RankError if a rank ends."""
     spec = model.spec
     settings = Settings.resolve(config, spec, device, given=memory)
     token_counts = (
