@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -325,12 +328,28 @@ def test_a_server_loses_an_engine_whose_rank_dies() -> None:
     run(main())
 
 
+def test_ranks_end_with_a_killed_engine() -> None:
+    """Also a rank whose leader had no time to end it."""
+    code = (
+        "import sys; from tests.test_ranks import *; "
+        "made = Engine(assemble(replace(TINY, tensor_parallel=2), memory=MEMORY)); "
+        "print(*pids(made), flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as leader:
+        assert leader.stdout is not None
+        (rank,) = map(int, leader.stdout.readline().split())
+        descriptor = os.pidfd_open(rank)
+        leader.kill()
+        assert select.select([descriptor], [], [], 30)[0], "the rank outlives its leader"
+        os.close(descriptor)
+
+
 # --- settings ---
 
 
 @pytest.mark.parametrize(
     ("ranks", "reason"),
-    [(3, "4 attention heads"), (4, "2 key heads of linear attention")],
+    [(3, "num_attention_heads=4"), (4, "linear_num_key_heads=2")],
 )
 def test_a_model_that_the_ranks_cannot_share_is_refused(ranks: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:

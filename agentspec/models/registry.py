@@ -60,13 +60,13 @@ def rank_config(config: TextConfig, rank: Rank) -> TextConfig:
     one. Raises ConfigError, for the setting tensor_parallel, if the ranks can't share the model equally."""
     if rank.count == 1:
         return config
-    for what, number in (
-        ("attention heads", config.num_heads),
-        ("key heads of linear attention", config.num_key_heads),
-        ("value heads of linear attention", config.num_value_heads),
+    for name, number in (
+        ("num_attention_heads", config.num_heads),
+        ("linear_num_key_heads", config.num_key_heads),
+        ("linear_num_value_heads", config.num_value_heads),
     ):
         if number % rank.count:
-            raise ConfigError("tensor_parallel", rank.count, f"the model's {number} {what} can't be shared equally")
+            raise ConfigError("tensor_parallel", rank.count, f"{name}={number} can't be divided by it")
     if not config.tied:
         raise ConfigError("tensor_parallel", rank.count, "a head of its own is not shared between ranks yet")
     for name, parameter in parameter_forms(config).items():
