@@ -39,7 +39,7 @@ MAX_WIDE_ROWS = 64
 """Most columns of all windows of a step in which windows have copies. Beyond that, dense models are bound by
 arithmetic, 8-bit products round their inputs too, and logits take gigabytes."""
 
-MIN_COPY_MATCH = 8
+MIN_COPY_MATCH = 6
 """Fewest tokens that must occur earlier in a text for what follows them there to be drafted."""
 
 FOLD_TOKENS = 16

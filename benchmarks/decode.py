@@ -35,7 +35,7 @@ from benchmarks.decode_report import Report
 from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
 from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
-from benchmarks.published import CONFIGS, PrefilledModel, make_model
+from benchmarks.published import CONFIGS, MANY_GPUS, PrefilledModel, make_model
 from benchmarks.running_engine import Case, let_go, missing_bytes, missing_for_weights
 
 CONTEXTS = (2_048, 32_768, 131_072)
@@ -69,7 +69,7 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """The cases selected by the flags, by model."""
     axes: tuple[Sequence[str], Sequence[int], Sequence[int], Sequence[Any]]
     if options.all:
-        axes = (list(CONFIGS), CONTEXTS, BATCHES, DEPTHS)
+        axes = ([name for name in CONFIGS if name not in MANY_GPUS], CONTEXTS, BATCHES, DEPTHS)
     elif options.quick:
         axes = (["4B"], CONTEXTS[:1], BATCHES[:1], DEPTHS)
     elif any((options.models, options.context, options.batch, options.k)):

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import Group, PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import Rings, entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
@@ -102,6 +103,8 @@ def _kept_in_full(layers: int) -> list[str]:
 
 
 _35B_EXPERTS = _Experts(num=256, top_k=8, width=512)
+_122B_EXPERTS = _Experts(num=256, top_k=8, width=1024)
+_397B_EXPERTS = _Experts(num=512, top_k=10, width=1024)
 
 CONFIG_FILES = {
     "0.8B": _published(1024, 24, (8, 2), 16, 3584, tied=True),
@@ -111,8 +114,15 @@ CONFIG_FILES = {
     "27B-FP8": _published(5120, 64, (24, 4), 48, 17408, fp8=True),
     "35B-A3B": _published(2048, 40, (16, 2), 32, _35B_EXPERTS),
     "35B-A3B-FP8": _published(2048, 40, (16, 2), 32, _35B_EXPERTS, fp8=True),
+    "122B-A10B": _published(3072, 48, (32, 2), 64, _122B_EXPERTS),
+    "122B-A10B-FP8": _published(3072, 48, (32, 2), 64, _122B_EXPERTS, fp8=True),
+    "397B-A17B": _published(4096, 60, (32, 2), 64, _397B_EXPERTS),
+    "397B-A17B-FP8": _published(4096, 60, (32, 2), 64, _397B_EXPERTS, fp8=True),
 }
 """The content of each model's config.json."""
+
+MANY_GPUS = ("122B-A10B", "122B-A10B-FP8", "397B-A17B", "397B-A17B-FP8")
+"""Models that are shared by several GPUs; benchmarks of one GPU measure them only if they are asked to."""
 
 CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.items()}
 
@@ -178,8 +188,9 @@ class PrefilledModel(Qwen3_5Model):
         return trunk, mtp
 
 
-def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """A spec without stop ids, which random weights would generate at times."""
+def spec_of(name: str, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+    """A spec without stop ids, which random weights would generate at times. Rows and pages have a rank's bytes."""
+    forms = state_forms(rank_config(config, rank), dtype)
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
@@ -188,17 +199,25 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=(),
-        row_bytes=row_bytes(state_forms(config, dtype)),
-        page_bytes=page_bytes(state_forms(config, dtype)),
-        entry_bytes=entry_bytes(state_forms(config, dtype)),
+        row_bytes=row_bytes(forms),
+        page_bytes=page_bytes(forms),
+        entry_bytes=entry_bytes(forms),
     )
 
 
 def make_model(
-    name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None
+    name: str,
+    config: TextConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8_drafts: bool | None = None,
+    rank: Rank = SINGLE_RANK,
+    group: Group | None = None,
 ) -> PrefilledModel:
-    """Make a model with random weights on the device. fp8_drafts: None: the engine's default."""
+    """Make a rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
-    parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    return PrefilledModel(config, spec_of(name, config, dtype), parameters, fp8_drafts=fp8_drafts)
+    parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=rank)
+    spec = spec_of(name, config, dtype, rank)
+    return PrefilledModel(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)

@@ -64,7 +64,7 @@ def case(
 # Shapes and bytes
 
 
-@pytest.mark.parametrize("size", ["4B", "9B", "27B"])
+@pytest.mark.parametrize("size", ["4B", "9B", "27B", "122B-A10B", "397B-A17B"])
 def test_configs_are_the_published_ones(size: str) -> None:
     """tests/models compares those configs with the published byte counts."""
     assert CONFIGS[size] == SIZES[f"3.5-{size}"][0]
@@ -153,9 +153,10 @@ def test_a_case_is_measured(model: PrefilledModel) -> None:
 
 
 def test_a_case_may_use_the_window_policy(model: PrefilledModel) -> None:
-    timing = time_case(case(depth="auto"), model, CPU, STEPS)
-    assert sum(timing.depths.values()) == STEPS.timed
-    assert len(timing.depths) > 1  # the policy tries each depth at the start
+    steps = replace(STEPS, warm_up=1)
+    timing = time_case(case(depth="auto"), model, CPU, steps)
+    assert sum(timing.depths.values()) == steps.timed
+    assert len(timing.depths) > 1  # the policy tries each depth in its first five steps
     assert floor_of(case(depth="auto"), TOY, timing, draft_vocab=300) is None
 
 

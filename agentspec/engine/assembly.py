@@ -26,8 +26,8 @@ from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline
 from agentspec.models.protocol import StepModel
-from agentspec.models.registry import load_model, model_spec, rank_config, resolved_config
-from agentspec.models.shards import SINGLE_RANK, Rank
+from agentspec.models.registry import load_model, model_spec, resolved_config
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.weights import STAGE as LOADING
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
@@ -233,9 +233,7 @@ def build(
     draft_vocabulary = _limit_drafts(model, draft_ids, has_counts=bool(counts))
     memory = settings.plan_memory(memory) if ranks is None else ranks.plan(partial(settings.plan_memory, memory))
     executor, copies = device_side(model, settings, memory, most_riders)
-    policy, depths = (
-        (window_policy, range(settings.max_draft_tokens + 1)) if window_policy else settings.window_policy()
-    )
+    policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
     _await_kernels(ahead, settings, memory, progress)
     graphs = make_ready(executor, copies, settings, depths, progress, early=early)
     led, led_copies = (executor, copies) if ranks is None else ranks.lead(executor, copies)

@@ -103,6 +103,9 @@ class MixtureWeights:
     shared_gate_up_2IH: Weight
     """The shared expert's width may differ from that of the routed ones."""
     shared_down_HI: Weight
+    first_expert: int | None = None
+    """None: `gate_up` and `down` have all of the router's experts. Otherwise the id of the first that they have: only
+    consecutive experts of theirs are computed, and the group's sum has them all."""
 
 
 class Backend(Protocol):
@@ -163,6 +166,10 @@ class Backend(Protocol):
     def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
         the head is token o."""
+
+    def draft_best(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
+        """`draft_argmax` with its token's score, packed so that the better of two is a maximum: int64 [N, 1]. For
+        Group.best; definition: kernels/reference/ranking.py."""
 
     # Mixers of a decode window
 

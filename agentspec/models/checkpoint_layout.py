@@ -18,6 +18,7 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Quantization, ScaleTensor
+from agentspec.models.shards import Shard
 from agentspec.models.tensors import Parameters, parameter_forms, quantized_names
 
 _PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -33,7 +34,7 @@ class Target:
     region: kernels.Region = ()
     """The region of the parameter that is filled."""
     pick: Pick | None = None
-    """Extracts the part from the checkpoint's tensor; None: the whole tensor."""
+    """Extracts the part from the checkpoint's tensor, or from a rank's part of it; None: the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class Source:
     targets: tuple[Target, ...]
     quantization: Quantization | None = None
     """How it is stored; None: as plain floats."""
+    shard: Shard | None = None
+    """The cut of a tensor whose targets pick: from a rank's part of it they pick the rank's parts. None: the targets'
+    parameters say what is read."""
 
     @property
     def scale_tensors(self) -> tuple[ScaleTensor, ...]:
@@ -69,14 +73,14 @@ def roots_with_split_experts(present: set[str]) -> set[str]:
     return {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
 
 
-def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
+def checkpoint_layout(config: TextConfig, present: set[str], num_ranks: int = 1) -> Layout:
     """The tensors that a checkpoint must contain. The layout of the experts is detected from `present`, separately for
     `model` and `mtp`.
 
-    present: canonical names of the tensors that it contains. Raises UnsupportedModelError for 8-bit weights that can't
-    be read (`quantized_names`)."""
+    present: canonical names of the tensors that it contains. num_ranks: as in `parameter_forms`. Raises
+    UnsupportedModelError for 8-bit weights that can't be read (`quantized_names`)."""
     by_expert = roots_with_split_experts(present)
-    parameters, quantized = parameter_forms(config), quantized_names(config)
+    parameters, quantized = parameter_forms(config, num_ranks), quantized_names(config)
     sources: dict[str, Source] = {}
     for name, parameter in parameters.items():
         shape, quantization = parameter.shape, config.quantization if name in quantized else None
@@ -124,9 +128,12 @@ def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
     values = share * config.value_dim
     qkvz_sizes, ba_sizes = [key_dim, key_dim, values, values], [share, share]
 
+    def heads(sizes: list[int]) -> Shard:
+        return Shard(0, ((key_heads, sum(sizes)),), "key heads")
+
     def part(sizes: list[int], which: tuple[int, ...]) -> Pick:
         def pick(packed: Tensor) -> Tensor:
-            parts = torch.split(torch.unflatten(packed, 0, (key_heads, sum(sizes))), sizes, 1)
+            parts = torch.split(torch.unflatten(packed, 0, (-1, sum(sizes))), sizes, 1)
             return torch.cat([parts[i].flatten(0, 1) for i in which])
 
         return pick
@@ -138,6 +145,7 @@ def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
                 Target(f"{prefix}in_proj_qkv.weight", (), part(qkvz_sizes, (0, 1, 2))),
                 Target(f"{prefix}in_proj_z.weight", (), part(qkvz_sizes, (3,))),
             ),
+            shard=heads(qkvz_sizes),
         ),
         f"{prefix}in_proj_ba.weight": Source(
             (key_heads * sum(ba_sizes), config.hidden_size),
@@ -145,5 +153,6 @@ def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
                 Target(f"{prefix}in_proj_b.weight", (), part(ba_sizes, (0,))),
                 Target(f"{prefix}in_proj_a.weight", (), part(ba_sizes, (1,))),
             ),
+            shard=heads(ba_sizes),
         ),
     }

@@ -72,6 +72,8 @@ class MoeConfig:
     shared_intermediate_size: int
     normalize_top_k: bool
     """Divide the chosen experts' probabilities by their sum."""
+    first_expert: int | None = None
+    """Of those that a rank holds, where ranks hold whole experts (shards.py); None: it holds all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch.nn.functional import embedding
 from agentspec import kernels
 from agentspec.models.attention import GatedAttention
 from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
+from agentspec.models.heads import draft_rows, rows_of_tied_head
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import Mixer, SwiGLU, rope_table
 from agentspec.models.moe import MixtureOfExperts
@@ -102,12 +103,17 @@ class HybridModel(ABC):
             layer = trunk.under(f"layers.{i}.")
             self._layers.append(DecoderLayer(config, ops, layer, self._mixer(config, i, layer, rope)))
         self._norm = kernels.Norm(weight=trunk.take_tensor("norm.weight"), eps=config.rms_norm_eps)
-        self._head_VH = self._embedding_VH if config.tied else scope.take_tensor("lm_head.weight")
+        self._tied, self._group = config.tied, None if group is None or group.size == 1 else group
+        if config.tied:
+            self._head_VH = rows_of_tied_head(self._embedding_VH, self._group)
+        else:
+            self._head_VH = scope.take_tensor("lm_head.weight")
+        """This rank's rows of the target head."""
         self._mtp = MtpHead(config, ops, scope.under("mtp."), rope) if config.has_mtp else None
         self._pools: StatePools | None = None
-        self._draft_head_OH: kernels.Weight = kernels.Plain(self._head_VH[: spec.num_real_tokens])
-        self._draft_ids_O: Tensor | None = None
-        """The token of each row of the draft head; None: row o is token o."""
+        self._draft_head_OH: kernels.Weight
+        self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))
+        """This rank's rows of the draft head, and the token of each; None: row o is token o."""
         scope.finish()
 
     @abstractmethod
@@ -182,18 +188,16 @@ class HybridModel(ABC):
         return scores_NV.view(*hidden.shape[:-1], -1)
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
-        head_VH, num_bytes = kernels.Plain(self._head_VH), 0
-        if len(ids) == self.spec.num_real_tokens:
-            rows_OH, self._draft_ids_O = head_VH.cut((slice(0, len(ids)),)), None
-        else:
-            # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
-            self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self.device)
-            rows_OH = head_VH.select_rows(self._draft_ids_O)
-            num_bytes = self._draft_ids_O.nbytes
+        rows_OH, self._draft_ids_O = self._draft_rows(ids)
         self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
-        if self.fp8_drafts or self._draft_ids_O is not None:
+        num_bytes = 0 if self._draft_ids_O is None else self._draft_ids_O.nbytes
+        if self.fp8_drafts or not _is_part(rows_OH.values, self._head_VH):
             num_bytes += self._draft_head_OH.nbytes
         return num_bytes
+
+    def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Plain, Tensor | None]:
+        embedding_VH = self._embedding_VH if self._tied else None
+        return draft_rows(self._head_VH, embedding_VH, ids, self.spec.num_real_tokens, self._group)
 
     def draft_head(self, m: Tensor) -> Tensor:
         nearest_N = self._ops.draft_argmax(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
@@ -225,3 +229,8 @@ class HybridModel(ABC):
         for layer, memory, next_norm in zip(self._layers, self.pools.layers, next_norms, strict=False):
             x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm, next_norm)
         return x_NH
+
+
+def _is_part(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor takes no memory besides that of another."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

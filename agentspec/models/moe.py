@@ -20,6 +20,7 @@ class MixtureOfExperts:
         self.weights = kernels.MixtureWeights(
             router_XH=parameters.take_tensor("gate.weight"),
             top_k=config.top_k,
+            first_expert=config.first_expert,
             normalize=config.normalize_top_k,
             gate_up_X2IH=parameters.take("experts.gate_up_proj"),
             down_XHI=parameters.take("experts.down_proj"),

@@ -14,28 +14,40 @@ import torch
 from agentspec import kernels
 from agentspec.models.hf_config import LayerType, TextConfig
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.tensors import empty_parameter, parameter_shapes, quantized_names
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
+from agentspec.models.tensors import empty_parameter, parameter_forms, quantized_names
 from agentspec.types import ModelSpec
 
 META = torch.device("meta")
 
 
-def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_drafts: bool) -> Qwen3_5Model:
-    """The model of `config` with one layer of each kind, its MTP head and its vocabulary.
+def outline(
+    config: TextConfig,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    fp8_drafts: bool,
+    rank: Rank = SINGLE_RANK,
+    group: kernels.Group | None = None,
+) -> Qwen3_5Model:
+    """A rank's part of the model of `config` with one layer of each kind, its MTP head and its vocabulary.
 
     Layers are of one kind if they have the same mixer and the same quantised parameters: the kernels that a layer
     launches depend on nothing else."""
     quantized = quantized_names(config)
     layers = _kinds(config, quantized)
     parameters: dict[str, kernels.Weight] = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, parameter in parameter_forms(config, rank.count).items():
         layer = _layer_index(name)
         if layer is None or layer in layers:
             kept = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layers[layer]}.", 1)
             block_rows = kernels.SCALE_BLOCK if name in quantized else None
-            parameters[kept] = empty_parameter(config, name, shape, device=META, dtype=dtype, block_rows=block_rows)
+            parameters[kept] = empty_parameter(
+                config, name, parameter, device=META, dtype=dtype, block_rows=block_rows, rank=rank
+            )
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
-    return Qwen3_5Model(replace(config, layer_types=types), spec, parameters, fp8_drafts=fp8_drafts)
+    config = replace(rank_config(config, rank), layer_types=types)
+    return Qwen3_5Model(config, spec, parameters, fp8_drafts=fp8_drafts, group=group)
 
 
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:

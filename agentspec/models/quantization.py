@@ -7,6 +7,7 @@ is in the kernels, file access in `weights.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from agentspec.errors import CheckpointError, UnsupportedModelError
 SCALE_SUFFIX = "_scale_inv"
 """Appended to a tensor's name for its multipliers (in spite of "inv")."""
 
+ReadTensor = Callable[[str, kernels.Region], Tensor]
+"""Reads a region of a tensor by its name; () is all of it."""
+
 _CONVERTIBLE = re.compile(
     r"(model|mtp)\.layers\.\d+\."
     r"(self_attn\.[qkvo]_proj\.weight"
@@ -28,6 +32,7 @@ _CONVERTIBLE = re.compile(
     r"|mlp\.(shared_expert\.|experts\.\d+\.)?(gate|up|down)_proj\.weight"
     r"|mlp\.experts\.(gate_up|down)_proj)"
 )
+_BLOCK = kernels.SCALE_BLOCK
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 QUANTIZATION_FIELDS: dict[str, object] = {
     "quant_method": "fp8",
@@ -58,6 +63,8 @@ class Quantization(Protocol):
 
     dtype: ClassVar[str]
     """Of the values, by its safetensors name."""
+    column_block: ClassVar[int]
+    """Columns that share a multiplier. Ranks never split them; they may split the rows of a block."""
 
     @property
     def excluded(self) -> frozenset[str]:
@@ -67,8 +74,9 @@ class Quantization(Protocol):
     def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
         """The multipliers for values of this shape."""
 
-    def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
-        """The weight `name`, on the CPU. tensor: reads a tensor by its name."""
+    def read(self, name: str, tensor: ReadTensor, region: kernels.Region = ()) -> kernels.Weight:
+        """A region of the weight `name`, on the CPU; reads nothing else than its values and multipliers. region: slices
+        alone; columns begin where those that share a multiplier do."""
 
     def empty(
         self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
@@ -85,14 +93,26 @@ class Fp8Blocks:
     """The official format, a Quantization: float8_e4m3fn with one multiplier for each block of 128 x 128."""
 
     dtype: ClassVar[str] = "F8_E4M3"
+    column_block: ClassVar[int] = kernels.SCALE_BLOCK
 
     excluded: frozenset[str]
 
     def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
         return (ScaleTensor(suffix=SCALE_SUFFIX, shape=kernels.scales_shape(shape), dtypes=("F32", "BF16")),)
 
-    def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
-        return kernels.BlockScaled(values=tensor(name), scales=tensor(name + SCALE_SUFFIX).float())
+    def read(self, name: str, tensor: ReadTensor, region: kernels.Region = ()) -> kernels.Weight:
+        values = tensor(name, region)
+        num_stacked = values.ndim - 2
+        ends = [index for index in region[num_stacked:] if isinstance(index, slice)]
+        blocks = (slice((at.start or 0) // _BLOCK, None if at.stop is None else -(-at.stop // _BLOCK)) for at in ends)
+        scales = tensor(name + SCALE_SUFFIX, (*region[:num_stacked], *blocks)).float()
+        inside = (ends[0].start or 0) % _BLOCK if ends else 0
+        block_rows = math.gcd(_BLOCK, inside)
+        if inside:
+            # The rows begin inside a block: in smaller blocks they begin one.
+            first, num_blocks = inside // block_rows, -(-values.shape[-2] // block_rows)
+            scales = scales.repeat_interleave(_BLOCK // block_rows, -2)[..., first : first + num_blocks, :].contiguous()
+        return kernels.BlockScaled(values=values, scales=scales, block_rows=block_rows)
 
     def empty(
         self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from agentspec.errors import ConfigError
-from agentspec.kernels import Group
+from agentspec import kernels
 from agentspec.models import vocabulary
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
-from agentspec.models.shards import SINGLE_RANK, Rank
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
-from agentspec.models.tensors import parameter_forms, random_parameters
+from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec, Progress, no_progress
 
@@ -29,59 +27,28 @@ def load_model(
     seed: int = 0,
     fp8_drafts: bool = False,
     rank: Rank = SINGLE_RANK,
-    group: Group | None = None,
+    group: kernels.Group | None = None,
     progress: Progress = no_progress,
 ) -> StepModel:
-    """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it), or a rank's part of it.
+    """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
 
     Args:
         dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
         random_weights: read only the JSON files and make random weights from `seed`. A config that doesn't say whether
         there is an MTP head gets one, as in every published checkpoint.
         fp8_drafts: quantise the drafting weights that aren't quantised in the checkpoint (models/fp8_drafts.py).
-        group: the ranks that share the model; None: this one has all of it.
+        rank: load this rank's part of the model. group: of as many ranks.
         progress: called with the number of tensors read.
-    Raises ConfigError if the ranks can't share the model equally, CheckpointError, or UnsupportedModelError that names
-    the unsupported value."""
+    Raises ConfigError if the ranks can't share the model, CheckpointError, or UnsupportedModelError that names the
+    unsupported value."""
     config = resolved_config(path, random_weights=random_weights)
     if random_weights:
-        if rank.count > 1:
-            raise ConfigError("tensor_parallel", rank.count, "random weights are not shared between ranks")
-        parameters = random_parameters(config, device=device, dtype=dtype, seed=seed)
+        parameters = random_parameters(config, device=device, dtype=dtype, seed=seed, rank=rank)
     else:
         with Checkpoint(path) as checkpoint:
             parameters = checkpoint.load(config, device=device, dtype=dtype, rank=rank, progress=progress)
-    own = rank_config(config, rank)
-    return Qwen3_5Model(own, model_spec(path, own, dtype), parameters, fp8_drafts=fp8_drafts, group=group)
-
-
-def rank_config(config: TextConfig, rank: Rank) -> TextConfig:
-    """The config with the number of heads that a rank holds. With fewer key/value heads than ranks, each rank holds
-    one. Raises ConfigError, for the setting tensor_parallel, if the ranks can't share the model equally."""
-    if rank.count == 1:
-        return config
-    for name, number in (
-        ("num_attention_heads", config.num_heads),
-        ("linear_num_key_heads", config.num_key_heads),
-        ("linear_num_value_heads", config.num_value_heads),
-    ):
-        if number % rank.count:
-            raise ConfigError("tensor_parallel", rank.count, f"{name}={number} can't be divided by it")
-    if not config.tied:
-        raise ConfigError("tensor_parallel", rank.count, "a head of its own is not shared between ranks yet")
-    for name, parameter in parameter_forms(config).items():
-        if parameter.shard is not None:
-            try:
-                parameter.shard.slices(name, rank)
-            except ConfigError as error:
-                raise ConfigError("tensor_parallel", rank.count, error.reason) from None
-    return replace(
-        config,
-        num_heads=config.num_heads // rank.count,
-        num_kv_heads=max(config.num_kv_heads // rank.count, 1),
-        num_key_heads=config.num_key_heads // rank.count,
-        num_value_heads=config.num_value_heads // rank.count,
-    )
+    spec = model_spec(path, config, dtype, rank)
+    return Qwen3_5Model(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
@@ -98,9 +65,10 @@ def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
         return config.with_mtp_layers(int(checkpoint.has_mtp))
 
 
-def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """The engine's description of the model, from its config and JSON files; the name is the directory's."""
-    forms = state_forms(config, dtype)
+def model_spec(path: Path, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+    """The engine's description of the model, from its config and JSON files; the name is the directory's. Rows and
+    pages have the bytes of a rank's part."""
+    forms = state_forms(rank_config(config, rank), dtype)
     return ModelSpec(
         name=path.resolve().name,
         vocab_size=config.vocab_size,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,16 @@ from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
 from agentspec.models.hf_config import CONV_TAPS, TextConfig
 from agentspec.models.quantization import is_convertible
-from agentspec.models.shards import Shard
+from agentspec.models.shards import (
+    SINGLE_RANK,
+    Rank,
+    Shard,
+    expert_shard,
+    row_alignment,
+    shard_shape,
+    split_region,
+    width_shard,
+)
 
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 """Modules with the same input, whose rows are multiplied as one matrix."""
@@ -47,40 +57,42 @@ def parameter_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in parameter_forms(config).items()}
 
 
-def parameter_forms(config: TextConfig) -> Parameters:
-    """Every parameter of the text model and its MTP head, in checkpoint order."""
+def parameter_forms(config: TextConfig, num_ranks: int = 1) -> Parameters:
+    """Every parameter of the text model and its MTP head, in checkpoint order, as so many ranks share it."""
     hidden = config.hidden_size
     found: Parameters = {"model.embed_tokens.weight": Parameter((config.vocab_size, hidden))}
     for i, layer_type in enumerate(config.layer_types):
-        found |= _layer(config, f"model.layers.{i}.", linear=layer_type == "linear_attention")
+        found |= _layer(config, f"model.layers.{i}.", num_ranks, linear=layer_type == "linear_attention")
     found["model.norm.weight"] = Parameter((hidden,))
     if not config.tied:
-        found["lm_head.weight"] = _rows(hidden, (config.vocab_size, 1))
+        found["lm_head.weight"] = _rows(hidden, (config.vocab_size, 1), what="rows")
     if config.has_mtp:
         found["mtp.fc.weight"] = Parameter((hidden, 2 * hidden))
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             found[f"mtp.{name}.weight"] = Parameter((hidden,))
-        found |= _layer(config, "mtp.layers.0.", linear=False)
+        found |= _layer(config, "mtp.layers.0.", num_ranks, linear=False)
     return found
 
 
-def _rows(depth: int, *parts: tuple[int, int], may_repeat: bool = False) -> Parameter:
-    """A matrix split by rows. parts: as in Shard."""
-    return Parameter((sum(num_units * size for num_units, size in parts), depth), Shard(0, parts, may_repeat))
+def _rows(
+    depth: int, *parts: tuple[int, int], what: str = "heads", surplus: Literal["repeat"] | None = None
+) -> Parameter:
+    """A matrix split by rows. parts, what, surplus: as in Shard."""
+    return Parameter((sum(num_units * size for num_units, size in parts), depth), Shard(0, parts, what, surplus))
 
 
-def _columns(num_rows: int, num_units: int, size: int) -> Parameter:
+def _columns(num_rows: int, num_heads: int, size: int) -> Parameter:
     """A matrix split by columns: products with a rank's part are partial sums."""
-    return Parameter((num_rows, num_units * size), Shard(1, ((num_units, size),)))
+    return Parameter((num_rows, num_heads * size), Shard(1, ((num_heads, size),), "heads"))
 
 
-def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Parameters:
+def _layer(config: TextConfig, prefix: str, num_ranks: int, *, linear: bool) -> Parameters:
     norm = Parameter((config.hidden_size,))
     mixer = _gated_delta(config, f"{prefix}linear_attn.") if linear else _attention(config, f"{prefix}self_attn.")
     return (
         {f"{prefix}input_layernorm.weight": norm, f"{prefix}post_attention_layernorm.weight": norm}
         | mixer
-        | _ffn(config, f"{prefix}mlp.")
+        | _ffn(config, f"{prefix}mlp.", num_ranks)
     )
 
 
@@ -92,13 +104,15 @@ def _gated_delta(config: TextConfig, prefix: str) -> Parameters:
         (config.num_value_heads, config.value_dim),
         (config.num_value_heads, 1),
     )
-    of_heads = Parameter((config.num_value_heads,), Shard(0, (heads,)))
+    of_heads = Parameter((config.num_value_heads,), Shard(0, (heads,), "heads"))
     return {
         f"{prefix}in_proj_qkv.weight": _rows(hidden, keys, keys, values),
         f"{prefix}in_proj_z.weight": _rows(hidden, values),
         f"{prefix}in_proj_b.weight": _rows(hidden, heads),
         f"{prefix}in_proj_a.weight": _rows(hidden, heads),
-        f"{prefix}conv1d.weight": Parameter((config.conv_channels, 1, CONV_TAPS), Shard(0, (keys, keys, values))),
+        f"{prefix}conv1d.weight": Parameter(
+            (config.conv_channels, 1, CONV_TAPS), Shard(0, (keys, keys, values), "heads")
+        ),
         f"{prefix}A_log": of_heads,
         f"{prefix}dt_bias": of_heads,
         f"{prefix}norm.weight": Parameter((config.value_dim,)),
@@ -111,42 +125,40 @@ def _attention(config: TextConfig, prefix: str) -> Parameters:
     hidden, norm, keys = config.hidden_size, Parameter((config.head_dim,)), (config.num_kv_heads, config.head_dim)
     return {
         f"{prefix}q_proj.weight": _rows(hidden, (config.num_heads, 2 * config.head_dim)),
-        f"{prefix}k_proj.weight": _rows(hidden, keys, may_repeat=True),
-        f"{prefix}v_proj.weight": _rows(hidden, keys, may_repeat=True),
+        f"{prefix}k_proj.weight": _rows(hidden, keys, surplus="repeat"),
+        f"{prefix}v_proj.weight": _rows(hidden, keys, surplus="repeat"),
         f"{prefix}o_proj.weight": _columns(hidden, config.num_heads, config.head_dim),
         f"{prefix}q_norm.weight": norm,
         f"{prefix}k_norm.weight": norm,
     }
 
 
-def _ffn(config: TextConfig, prefix: str) -> Parameters:
+def _ffn(config: TextConfig, prefix: str, num_ranks: int) -> Parameters:
+    """An FFN is split by its width. Experts that are too narrow for that are split by expert: then the shared one is
+    on as many ranks as it has blocks."""
     hidden, moe = config.hidden_size, config.moe
     if moe is None:
         assert config.intermediate_size is not None
         return _swiglu(config, prefix, config.intermediate_size)
-    num_experts, width, units = moe.num_experts, moe.intermediate_size, _width_units(config, moe.intermediate_size)
+    num_experts, width = moe.num_experts, moe.intermediate_size
+    gate_up, down = expert_shard(config, 1, num_ranks, num_parts=2), expert_shard(config, 2, num_ranks)
     return {
         f"{prefix}gate.weight": Parameter((num_experts, hidden)),
-        f"{prefix}experts.gate_up_proj": Parameter((num_experts, 2 * width, hidden), Shard(1, (units, units))),
-        f"{prefix}experts.down_proj": Parameter((num_experts, hidden, width), Shard(2, (units,))),
+        f"{prefix}experts.gate_up_proj": Parameter((num_experts, 2 * width, hidden), gate_up),
+        f"{prefix}experts.down_proj": Parameter((num_experts, hidden, width), down),
         f"{prefix}shared_expert_gate.weight": Parameter((1, hidden)),
-        **_swiglu(config, f"{prefix}shared_expert.", moe.shared_intermediate_size),
+        **_swiglu(config, f"{prefix}shared_expert.", moe.shared_intermediate_size, surplus="zeros"),
     }
 
 
-def _swiglu(config: TextConfig, prefix: str, width: int) -> Parameters:
-    rows = _rows(config.hidden_size, _width_units(config, width))
+def _swiglu(config: TextConfig, prefix: str, width: int, surplus: Literal["zeros"] | None = None) -> Parameters:
+    hidden = config.hidden_size
+    rows = Parameter((width, hidden), width_shard(config, 0, width, surplus=surplus))
     return {
         f"{prefix}gate_proj.weight": rows,
         f"{prefix}up_proj.weight": rows,
-        f"{prefix}down_proj.weight": _columns(config.hidden_size, *_width_units(config, width)),
+        f"{prefix}down_proj.weight": Parameter((hidden, width), width_shard(config, 1, width, surplus=surplus)),
     }
-
-
-def _width_units(config: TextConfig, width: int) -> tuple[int, int]:
-    """An FFN's width as (units, entries per unit): columns with a common multiplier stay together."""
-    size = kernels.SCALE_BLOCK if config.quantization is not None and width % kernels.SCALE_BLOCK == 0 else 1
-    return width // size, size
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -203,43 +215,64 @@ def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> boo
 
 
 def random_parameters(
-    config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int
+    config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int, rank: Rank = SINGLE_RANK
 ) -> dict[str, kernels.Weight]:
-    """Untrained parameters with realistic scales, made on the device. One seed gives the same values on one device
-    type.
+    """A rank's part of untrained parameters with realistic scales, made on the device. One seed gives the same values
+    on one device type, whatever the number of ranks: each parameter is made whole and then cut.
 
     Parameters that the config quantises have the form of `empty_parameter`."""
     generator = torch.Generator(device).manual_seed(seed)
     quantized = dict.fromkeys(quantized_names(config), kernels.SCALE_BLOCK)
     found = {}
-    for name, shape in parameter_shapes(config).items():
-        found[name] = weight = empty_parameter(
-            config, name, shape, device=device, dtype=dtype, block_rows=quantized.get(name)
-        )
+    for name, parameter in parameter_forms(config, rank.count).items():
+        weight = empty_parameter(config, name, parameter, device=device, dtype=dtype, block_rows=quantized.get(name))
         if name in quantized:
             _fill_quantized(config, weight, generator)
         else:
             _fill_plain(name, weight.tensor, generator)
+        found[name] = _cut(config, name, parameter, weight, dtype=dtype, rank=rank)
     return found
+
+
+def _cut(
+    config: TextConfig, name: str, parameter: Parameter, whole: kernels.Weight, *, dtype: torch.dtype, rank: Rank
+) -> kernels.Weight:
+    """A rank's part of a parameter, which is the parameter itself where the rank holds all of it."""
+    if parameter.shard is None or rank.count == 1:
+        return whole
+    block_rows = kernels.SCALE_BLOCK if whole.is_quantized else None
+    part = empty_parameter(config, name, parameter, device=whole.device, dtype=dtype, block_rows=block_rows, rank=rank)
+    for region, taken in split_region(name, (), parameter.shard, rank):
+        part.fill(region, whole, taken)
+    return part
 
 
 def empty_parameter(
     config: TextConfig,
     name: str,
-    shape: tuple[int, ...],
+    parameter: Parameter,
     *,
     device: torch.device,
     dtype: torch.dtype,
     block_rows: int | None,
+    rank: Rank = SINGLE_RANK,
 ) -> kernels.Weight:
-    """An uninitialised parameter. A quantised one has the form that the config's quantisation has on the device
-    (Quantization.empty).
+    """A rank's part of a parameter: zeros where another rank holds its unit, uninitialised otherwise. A quantised one
+    has the form that the config's quantisation has on the device (Quantization.empty).
 
-    block_rows: as in Quantization.empty; None for a parameter that isn't quantised."""
-    if block_rows is not None:
+    block_rows: as in Quantization.empty, for the whole parameter; None for a parameter that isn't quantised."""
+    shape, shard = shard_shape(name, parameter.shape, parameter.shard, rank), parameter.shard
+    if block_rows is None:
+        weight: kernels.Weight = kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))
+    else:
         assert config.quantization is not None
-        return config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
-    return kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))
+        block_rows = math.gcd(block_rows, row_alignment(name, parameter.shape, shard, rank))
+        weight = config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
+    if shard is not None and shard.is_zero(rank):
+        zeros = torch.zeros(shape, device=device)
+        quantize = kernels.Plain if block_rows is None or config.quantization is None else config.quantization.quantize
+        weight.fill((), quantize(zeros))
+    return weight
 
 
 def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:

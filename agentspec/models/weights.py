@@ -7,7 +7,6 @@ from a checkpoint: pickle files are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +22,7 @@ from agentspec.files import is_panic, is_there, read_object
 from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, roots_with_split_experts
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Fp8Blocks, canonical_name, is_convertible
-from agentspec.models.shards import SINGLE_RANK, Rank, row_alignment, shard_shape, split_region
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config, split_region
 from agentspec.models.tensors import empty_parameter
 from agentspec.types import Progress, no_progress
 
@@ -80,6 +79,8 @@ class Checkpoint:
         """Canonical name -> (open file, name in the file)."""
         self._contents: list[tuple[Any, list[str]]] = []
         """(open file, its names) in order."""
+        self.bytes_read = 0
+        """Of tensors and their parts, as they are stored."""
         try:
             for path, listed in _files(directory):
                 self._open(path, listed)
@@ -133,9 +134,11 @@ class Checkpoint:
         file, name = self._where[canonical]
         return str(file.get_slice(name).get_dtype())
 
-    def tensor(self, canonical: str) -> Tensor:
+    def tensor(self, canonical: str, region: kernels.Region = ()) -> Tensor:
+        """A region of a tensor; only its part of the file is read."""
         file, name = self._where[canonical]
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,8 +147,9 @@ class Checkpoint:
             for name in names:
                 yield name, file.get_tensor(name)
 
-    def layout(self, config: TextConfig) -> Layout:
-        """How the checkpoint stores the parameters. Raises CheckpointError like `load`; reads no tensor."""
+    def layout(self, config: TextConfig, num_ranks: int = 1) -> Layout:
+        """How the checkpoint stores the parameters, as so many ranks share them. Raises CheckpointError like `load`;
+        reads no tensor."""
         by_expert = roots_with_split_experts(self.names)
         num_layers = len(config.layer_types) if "model" in by_expert else 1
         if config.moe is not None and by_expert and config.moe.num_experts * num_layers > len(self.names):
@@ -154,7 +158,7 @@ class Checkpoint:
                 f"{self._directory}: {len(self.names)} tensors can't hold "
                 f"num_experts={config.moe.num_experts} for {num_layers} layers"
             )
-        layout = checkpoint_layout(config, self.names)
+        layout = checkpoint_layout(config, self.names, num_ranks)
         self._check(layout.sources, config)
         return layout
 
@@ -167,34 +171,50 @@ class Checkpoint:
         rank: Rank = SINGLE_RANK,
         progress: Progress = no_progress,
     ) -> dict[str, kernels.Weight]:
-        """Load a rank's part of all parameters, by canonical name. Quantised ones have the form of
-        `tensors.empty_parameter`.
+        """Load a rank's part of all parameters, by canonical name, and read nothing else (`bytes_read`). Quantised ones
+        have the form of `tensors.empty_parameter`.
 
-        Raises ConfigError if the ranks can't share a parameter equally. Raises CheckpointError that lists all tensors
-        that are missing, unexpected, of the wrong shape or of the wrong format, or that names the first quantised
-        tensor with a value that isn't finite: kernels would read its code as a large number."""
-        layout = self.layout(config)
+        config: of the whole model. Raises ConfigError if the ranks can't share the model. Raises CheckpointError that
+        lists all tensors that are missing, unexpected, of the wrong shape or of the wrong format, or that names the
+        first quantised tensor with a value that isn't finite: kernels would read its code as a large number."""
+        rank_config(config, rank)  # raises with the config's own names
+        layout = self.layout(config, rank.count)
         parameters: dict[str, kernels.Weight] = {}
         for name, parameter in layout.parameters.items():
-            whole, shard, rows = parameter.shape, parameter.shard, layout.block_rows.get(name)
-            shape = shard_shape(name, whole, shard, rank)
-            rows = rows and math.gcd(rows, row_alignment(name, whole, shard, rank))
-            parameters[name] = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=rows)
+            block_rows = layout.block_rows.get(name)
+            parameters[name] = empty_parameter(
+                config, name, parameter, device=device, dtype=dtype, block_rows=block_rows, rank=rank
+            )
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
-            weight = self._read(name, source)
-            for target in source.targets:
-                part = weight if target.pick is None else kernels.Plain(target.pick(weight.tensor))
-                shard = layout.parameters[target.parameter].shard
-                for region, taken in split_region(target.parameter, target.region, shard, rank):
-                    parameters[target.parameter].fill(region, part, taken)
+            for parameter_name, region, part in self._parts(name, source, layout, rank):
+                parameters[parameter_name].fill(region, part)
         progress(STAGE, len(layout.sources), len(layout.sources))
         return parameters
 
-    def _read(self, name: str, source: Source) -> kernels.Weight:
+    def _parts(
+        self, name: str, source: Source, layout: Layout, rank: Rank
+    ) -> Iterator[tuple[str, kernels.Region, kernels.Weight]]:
+        """Read a rank's part of a tensor, as (parameter, region of the rank's part of it, values)."""
+        if source.shard is not None:
+            (run,) = source.shard.slices(name, rank)
+            packed = self._read(name, source, (run,)).tensor
+            for target in source.targets:
+                assert target.pick is not None, (
+                    f"{name}: only picked parts of {target.parameter} can be found in a part"
+                )
+                yield target.parameter, target.region, kernels.Plain(target.pick(packed))
+            return
+        for target in source.targets:
+            assert target.pick is None, f"{name}: has no shard, so {target.parameter} can't be picked from a part"
+            shard = layout.parameters[target.parameter].shard
+            for region, taken in split_region(target.parameter, target.region, shard, rank):
+                yield target.parameter, region, self._read(name, source, taken)
+
+    def _read(self, name: str, source: Source, region: kernels.Region) -> kernels.Weight:
         if source.quantization is None:
-            return kernels.Plain(self.tensor(name))
-        weight = source.quantization.read(name, self.tensor)
+            return kernels.Plain(self.tensor(name, region))
+        weight = source.quantization.read(name, self.tensor, region)
         if not weight.is_finite():
             raise CheckpointError(f"{self._directory}: {name} or its multipliers hold values that aren't finite")
         return weight

@@ -22,6 +22,8 @@ _NEXT_MATCH_PRIOR = 0.7
 """The same where it had one."""
 _PRIOR_WEIGHT = 2.0
 """Number of offers that a prior counts as."""
+_SUBSET_WEIGHT = 8.0
+"""Number of offers that the rate in all windows counts as, where it is the prior for some of them."""
 _MEMORY = 128.0
 """Number of steps after which old offers have weight 1/e, if every slot makes one."""
 _TIMINGS = 16
@@ -54,9 +56,9 @@ class FixedWindow:
 class _Rate:
     """Decayed share of the offers that were taken."""
 
-    def __init__(self, prior: float) -> None:
-        self._offered = _PRIOR_WEIGHT
-        self._taken = _PRIOR_WEIGHT * prior
+    def __init__(self, prior: float | _Rate, weight: float = _PRIOR_WEIGHT) -> None:
+        self._prior, self._weight = prior, weight
+        self._offered = self._taken = 0.0
 
     def record(self, taken: bool, batch_size: int) -> None:
         keep = 1.0 - 1.0 / (_MEMORY * batch_size)
@@ -65,7 +67,14 @@ class _Rate:
 
     @property
     def value(self) -> float:
-        return self._taken / self._offered
+        prior = self._prior.value if isinstance(self._prior, _Rate) else self._prior
+        return (self._taken + self._weight * prior) / (self._offered + self._weight)
+
+
+def _record(rates: Sequence[_Rate], accepted: int, batch_size: int) -> None:
+    """Record drafts at these positions: up to the first one rejected, each was offered behind accepted ones."""
+    for position, rate in enumerate(rates[: accepted + 1]):
+        rate.record(position < accepted, batch_size)
 
 
 class _Times:
@@ -115,8 +124,10 @@ class AdaptiveWindow:
 
     Shapes are k MTP drafts for every k, and the largest k with copies behind it. A slot has copies only while its text
     repeats the session (it *matches*), and the host learns of that late. So the policy counts how often a slot matches
-    that matched in its last known window, and how often one that didn't. MTP acceptance is learned separately for
-    windows with and without a match: text that repeats is also easier to predict.
+    that matched in its last known window, and how often one that didn't; for windows with copies separately, because
+    they pass a stretch that repeats in fewer steps. The best k is found by the acceptance in all windows. Shapes with
+    copies are compared with the same k without them, by the acceptance in windows with and without a match: text that
+    repeats is easier for MTP too. Behind fewer than max_mtp drafts nothing is copied and no match is seen.
 
     Emitted tokens per second are maximised in each step alone. That maximises them over the whole text too: stretches
     that repeat have a number of tokens, not of steps, and each is passed in the least time at its own best rate.
@@ -137,9 +148,11 @@ class AdaptiveWindow:
         self._max_mtp = max_mtp
         self._depths = [WindowShape(k) for k in range(min_mtp, max_mtp + 1)]
         self._wide = [WindowShape(max_mtp, count) for count in copies]
-        self._mtp = {matched: [_Rate(_MTP_PRIOR) for _ in range(max_mtp)] for matched in (False, True)}
+        self._mtp = [_Rate(_MTP_PRIOR) for _ in range(max_mtp)]
+        self._mtp_by_match = [[_Rate(rate, _SUBSET_WEIGHT) for rate in self._mtp] for _ in range(2)]
         self._copies = [_Rate(_COPY_PRIOR) for _ in range(max(copies, default=0))]
         self._match = {False: _Rate(_NEW_MATCH_PRIOR), True: _Rate(_NEXT_MATCH_PRIOR)}
+        self._wide_match = {known: _Rate(rate, _SUBSET_WEIGHT) for known, rate in self._match.items()}
         self._buckets: dict[int, _Bucket] = {}
         """By the logarithm of the largest batch size."""
 
@@ -168,17 +181,21 @@ class AdaptiveWindow:
         measured. May come after the next choices."""
         for slot in slots:
             num_mtp = slot.offered - slot.offered_copies
-            if num_mtp == self._max_mtp:  # behind fewer drafts nothing is copied
+            _record(self._mtp[:num_mtp] + self._copies[: slot.offered_copies], slot.accepted, len(slots))
+            if num_mtp == self._max_mtp:  # behind fewer drafts nothing is copied, so nobody knows of a match
+                _record(self._mtp_by_match[slot.matched], slot.accepted, len(slots))
                 self._match[slot.was_matched].record(slot.matched, len(slots))
-            rates = self._mtp[slot.matched][:num_mtp] + self._copies[: slot.offered_copies]
-            for position, rate in enumerate(rates[: slot.accepted + 1]):
-                rate.record(position < slot.accepted, len(slots))
+                if shape.num_copies:
+                    self._wide_match[slot.was_matched].record(slot.matched, len(slots))
         if seconds > 0.0:
             self._bucket(len(slots)).times[shape].record(seconds)
 
-    def expected_emitted(self, shape: WindowShape, matched: bool = False) -> float:
-        """Expected tokens of a slot that matches or doesn't, by the acceptance measured so far."""
-        rates = self._mtp[matched][: shape.num_mtp] + self._copies[: shape.num_copies if matched else 0]
+    def expected_emitted(self, shape: WindowShape, matched: bool | None = None) -> float:
+        """Expected tokens of a slot by the acceptance measured so far. matched: whether it has copies; None: not known,
+        and copies don't count."""
+        rates = (self._mtp if matched is None else self._mtp_by_match[matched])[: shape.num_mtp]
+        if matched:
+            rates = rates + self._copies[: shape.num_copies]
         emitted, survives = 1.0, 1.0
         for rate in rates:
             survives *= rate.value
@@ -195,13 +212,20 @@ class AdaptiveWindow:
     def _rates(self, bucket: _Bucket, known_share: float) -> dict[WindowShape, float]:
         """Expected tokens per second and slot, of every shape with a step time. known_share: of the slots, those that
         matched when last known."""
-        share = known_share * self._match[True].value + (1.0 - known_share) * self._match[False].value
-        return {
-            shape: (share * self.expected_emitted(shape, True) + (1.0 - share) * self.expected_emitted(shape))
-            / times.mean
-            for shape, times in bucket.times.items()
-            if times.mean
-        }
+        seconds = {shape: times.mean for shape, times in bucket.times.items() if times.mean}
+        rates = {shape: self.expected_emitted(shape) / seconds[shape] for shape in self._depths if shape in seconds}
+        narrow = self._depths[-1]
+        for shape in self._wide if narrow in seconds else ():
+            if shape in seconds:
+                rates[shape] = rates[narrow] * self._gain(shape, known_share) * seconds[narrow] / seconds[shape]
+        return rates
+
+    def _gain(self, wide: WindowShape, known_share: float) -> float:
+        """Expected tokens of a step with copies, relative to the same windows without them."""
+        match = known_share * self._wide_match[True].value + (1.0 - known_share) * self._wide_match[False].value
+        narrow = self._depths[-1]
+        before = match * self.expected_emitted(narrow, True) + (1.0 - match) * self.expected_emitted(narrow, False)
+        return 1.0 + match * (self.expected_emitted(wide, True) - self.expected_emitted(narrow, True)) / before
 
     def _pause(
         self,

@@ -3,7 +3,7 @@ form must."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import Region, Weight
-from agentspec.models.quantization import ScaleTensor
+from agentspec.models.quantization import ReadTensor, ScaleTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,16 @@ class Int8Checkpoint:
 
     SUFFIX: ClassVar[str] = "_row_scale"
     dtype: ClassVar[str] = "I8"
+    column_block: ClassVar[int] = 1
 
     excluded: frozenset[str] = frozenset()
 
     def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
         return (ScaleTensor(suffix=self.SUFFIX, shape=shape[:-1], dtypes=("F32",)),)
 
-    def read(self, name: str, tensor: Callable[[str], Tensor]) -> Weight:
-        return Int8Rows(tensor(name), tensor(name + self.SUFFIX))
+    def read(self, name: str, tensor: ReadTensor, region: Region = ()) -> Weight:
+        values = tensor(name, region)
+        return Int8Rows(values, tensor(name + self.SUFFIX, region[: values.ndim - 1]))
 
     def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> Weight:
         scales = torch.empty(shape[:-1], device=device)

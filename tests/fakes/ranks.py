@@ -7,6 +7,7 @@ whole. PLANTED names a fault of rank 1 in its plan PLANTED_PLAN.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from agentspec.engine.ranks import RankOptions, meet
 from agentspec.models.protocol import StepModel
 from agentspec.models.shards import Rank
 from agentspec.runtime.plan import StepOutcome
+from agentspec.runtime.step_buffers import StepBuffers
 from tests.properties.engine_setup import EngineSetup
 
 ENTRY = ("-m", "tests.fakes.ranks")
@@ -36,6 +38,8 @@ def load(start: RankStart) -> StepModel:
         return load_part(start)
     meet(start.meeting, Rank(start.index, start.count))
     setup = EngineSetup.random(int(start.model_dir.removeprefix(_HASH_CHAIN)))
+    # A setting of the proof alone, which reaches no engine through its config.
+    StepBuffers.allocate = partial(StepBuffers.allocate, min_match=setup.min_match)  # type: ignore[method-assign]
     return setup.new_model(torch.device("cpu"))
 
 

@@ -1,5 +1,4 @@
-"""A custom weight form works in operations, loader and model like those of the package; ranks hold equal parts of each
-form."""
+"""A custom weight form works in operations, loader and model like those of the package."""
 
 from __future__ import annotations
 
@@ -13,17 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.errors import CheckpointError, ConfigError
-from agentspec.kernels import BlockScaled, MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
+from agentspec.errors import CheckpointError
+from agentspec.kernels import MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
 from agentspec.kernels.weights import Region
-from agentspec.models import quantization
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.outline import outline
 from agentspec.models.quantization import canonical_name, is_convertible
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import model_spec
-from agentspec.models.shards import SINGLE_RANK, Rank
-from agentspec.models.tensors import parameter_forms, random_parameters
+from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
 from tests.fakes.int8_rows import Int8Checkpoint, Int8Rows, quantize_rows
@@ -149,9 +146,9 @@ def int8_checkpoint(directory: Path, family: Family, **options: Any) -> TextConf
     return dataclasses.replace(load_text_config(directory).with_mtp_layers(1), quantization=Int8Checkpoint())
 
 
-def load(directory: Path, config: TextConfig, rank: Rank = SINGLE_RANK) -> dict[str, Weight]:
+def load(directory: Path, config: TextConfig) -> dict[str, Weight]:
     with Checkpoint(directory) as checkpoint:
-        return checkpoint.load(config, device=CPU, dtype=torch.float32, rank=rank)
+        return checkpoint.load(config, device=CPU, dtype=torch.float32)
 
 
 def outputs(directory: Path, config: TextConfig, parameters: dict[str, Weight]) -> list[Tensor]:
@@ -205,86 +202,3 @@ def test_defects_of_custom_weight_form_are_named(tmp_path: Path) -> None:
         CheckpointError, match=r"missing tensors: model\.layers\.3\.self_attn\.o_proj\.weight_row_scale$"
     ):
         load(tmp_path, config)
-
-
-# Ranks
-
-EVEN: dict[str, tuple[Family, dict[str, Any]]] = {
-    "dense": ("dense", {}),
-    "moe, split": ("moe", {"experts": "split"}),
-    "moe, fused": ("moe", {"experts": "fused"}),
-    "next": ("next", {}),
-    "fp8": ("dense", {"fp8": "stored"}),
-    "fp8, moe": ("moe", {"fp8": "stored", "experts": "split"}),
-}
-
-
-def together(whole: Weight, parts: list[Weight], name: str, config: TextConfig) -> Tensor:
-    """The ranks' parts, joined to the whole parameter; NaN where no rank has a value."""
-    shard = parameter_forms(config)[name].shard
-    joined = torch.full(tuple(whole.shape), torch.nan)
-    for index, part in enumerate(parts):
-        values = part.dequantize()
-        if shard is None:
-            joined = values
-            continue
-        held = shard.slices(name, Rank(index, len(parts)))
-        for run, share in zip(held, values.split([run.stop - run.start for run in held], shard.dim), strict=True):
-            joined[(*[slice(None)] * shard.dim, run)] = share
-    return joined
-
-
-@pytest.mark.parametrize("layout", EVEN)
-def test_two_ranks_hold_all_parameters(layout: str, tmp_path: Path) -> None:
-    family, options = EVEN[layout]
-    write_checkpoint(tmp_path, family, num_hidden_layers=4, **options)
-    config = load_text_config(tmp_path).with_mtp_layers(1)
-    whole, parts = load(tmp_path, config), [load(tmp_path, config, Rank(index, 2)) for index in range(2)]
-    halved = [name for name, weight in whole.items() if 2 * parts[0][name].values.numel() == weight.values.numel()]
-    assert {name.rpartition("layers.")[2].partition(".")[2] for name in halved if "layers." in name} >= {
-        *(
-            "linear_attn.out_proj.weight",
-            "linear_attn.in_proj_qkv.weight",
-            "linear_attn.A_log",
-            "linear_attn.conv1d.weight",
-        ),
-        *("self_attn.q_proj.weight", "self_attn.o_proj.weight"),
-        *(("mlp.down_proj.weight",) if family == "dense" else ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
-    }
-    for name, weight in whole.items():
-        assert torch.equal(together(weight, [part[name] for part in parts], name, config), weight.dequantize()), name
-
-
-def test_kv_heads_repeat_with_more_ranks_than_heads(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "dense", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    config = load_text_config(tmp_path).with_mtp_layers(1)
-    name = "model.layers.3.self_attn.k_proj.weight"
-    shard, dim = parameter_forms(config)[name].shard, config.head_dim
-    assert shard is not None
-    assert [shard.slices(name, Rank(index, 4)) for index in range(4)] == [
-        [slice(first, first + dim)] for first in (0, 0, dim, dim)
-    ]
-
-
-def test_rank_count_that_cannot_share_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "dense", num_hidden_layers=4)
-    config = load_text_config(tmp_path).with_mtp_layers(1)
-    with pytest.raises(ConfigError, match=r"ranks=7: \d+ units of model\.layers\.0\.\S+ can't be shared equally"):
-        load(tmp_path, config, Rank(0, 7))
-
-
-def test_ranks_hold_whole_scale_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths of several blocks, on a device that keeps blocks: a rank's part stays block-scaled, with its values and
-    multipliers."""
-    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    heads: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}
-    write_checkpoint(tmp_path, "dense", num_hidden_layers=4, fp8="stored", intermediate_size=512, **heads)
-    config = load_text_config(tmp_path).with_mtp_layers(1)
-    whole, parts = load(tmp_path, config), [load(tmp_path, config, Rank(index, 2)) for index in range(2)]
-    for name, weight in whole.items():
-        held = [part[name] for part in parts]
-        assert isinstance(weight, BlockScaled) == is_convertible(name) == isinstance(held[0], BlockScaled), name
-        assert torch.equal(together(weight, held, name, config), weight.dequantize()), name
-        if isinstance(held[1], BlockScaled):
-            # Key heads of 16 rows begin inside a block of 128.
-            assert held[1].block_rows == (16 if name.endswith("in_proj_qkv.weight") else 128), name

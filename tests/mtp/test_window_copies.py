@@ -40,13 +40,12 @@ def wide_share(simulation: Simulation, last: int) -> float:
 @pytest.mark.parametrize("cost", COSTS)
 def test_copies_never_cost_more_than_one_percent(cost: str, batch: int, text: str) -> None:
     steps = {1: 8000, 4: 3000, 16: 2000}[batch]
-    for seed in (1,):
-        case = Case(text=TEXTS[text], cost=COSTS[cost], batch=batch, seed=seed)
-        alone, policy = (Simulation(new(), case).run(steps) for new in (without_copies, with_copies))
-        fixed = Simulation(FixedWindow(MTP_ALONE), case).run(steps)
-        print(f"seed {seed}: {alone:.1f} tokens/s without copies, {fixed:.1f} with MTP-3, {policy:.1f} with copies")
-        assert policy > 0.99 * alone
-        assert policy > 0.988 * fixed
+    case = Case(text=TEXTS[text], cost=COSTS[cost], batch=batch, seed=1)
+    alone, policy = (Simulation(new(), case).run(steps) for new in (without_copies, with_copies))
+    fixed = Simulation(FixedWindow(MTP_ALONE), case).run(steps)
+    print(f"seed 1: {alone:.1f} tokens/s without copies, {fixed:.1f} with MTP-3, {policy:.1f} with copies")
+    assert policy > 0.99 * alone
+    assert policy > 0.99 * fixed
 
 
 def test_text_without_matches_never_sees_a_wide_window() -> None:
@@ -65,9 +64,9 @@ def test_long_repeats_on_a_dense_model_gain_nearly_what_an_oracle_gains(seed: in
     assert policy > 0.97 * best
 
 
-@pytest.mark.parametrize("cost", [mixture, padded_mixture])
-def test_a_mixture_gains_from_long_repeats(cost: object) -> None:
-    case = Case(text=LONG_RUNS, cost=mixture, batch=1, seed=3)
+@pytest.mark.parametrize("cost", ["mixture", "padded mixture"])
+def test_a_mixture_gains_from_long_repeats(cost: str) -> None:
+    case = Case(text=LONG_RUNS, cost=COSTS[cost], batch=1, seed=3)
     assert Simulation(with_copies(), case).run(6000) > 1.02 * Simulation(FixedWindow(MTP_ALONE), case).run(6000)
 
 
@@ -131,9 +130,11 @@ def test_acceptance_is_learned_by_source_and_position() -> None:
     for _ in range(2000):
         policy.observe(shape=wide, slots=[SlotResult(6, 4, 4, matched=True, was_matched=True)], seconds=0.0)
         policy.observe(shape=narrow, slots=[SlotResult(2, 0, 0)], seconds=0.0)
-    assert policy.expected_emitted(wide, matched=True) == pytest.approx(5.0, abs=0.01)
-    assert policy.expected_emitted(narrow, matched=True) == pytest.approx(3.0, abs=0.01)
-    assert policy.expected_emitted(wide) == policy.expected_emitted(narrow) == pytest.approx(1.0, abs=0.01)
+    assert policy.expected_emitted(wide, matched=True) == pytest.approx(5.0, abs=0.3)
+    assert policy.expected_emitted(narrow, matched=True) == pytest.approx(3.0, abs=0.15)
+    for shape in (wide, narrow):
+        assert policy.expected_emitted(shape, matched=False) == pytest.approx(1.0, abs=0.1)
+        assert policy.expected_emitted(shape) == pytest.approx(2.0, abs=0.1)
 
 
 def test_a_slow_first_trial_does_not_ban_a_shape() -> None:
@@ -162,21 +163,22 @@ def test_means_count_folds_that_a_median_would_not() -> None:
     assert chosen[-200:].count(WindowShape(1)) > 180
 
 
-def test_windows_behind_fewer_drafts_say_nothing_about_matches() -> None:
-    """They have no copies, whatever the text is."""
+def test_windows_with_fewer_drafts_say_nothing_about_matches() -> None:
+    """Nothing is copied behind them, whatever the text is."""
     policy = with_copies()
-    for _ in range(50):
-        for k in range(MAX_MTP + 1):
-            policy.observe(shape=WindowShape(k), slots=[SlotResult(k, 0, k, k == MAX_MTP, True)], seconds=1.0)
-    for count in COPIES * 2:
-        policy.observe(
-            shape=WindowShape(MAX_MTP, count),
-            slots=[SlotResult(MAX_MTP + count, count, MAX_MTP + count, True, True)],
-            seconds=1.5,
-        )
-    while (shape := policy.choose(1, 1)) != WindowShape(MAX_MTP, max(COPIES)):
+    widest = WindowShape(MAX_MTP, max(COPIES))
+    for _ in range(MAX_MTP + 2):
+        shape = policy.choose(1, 1)
         policy.observe(shape=shape, slots=[], seconds=0.0)
-    assert [policy.choose(1, 1).num_copies for _ in range(20)].count(max(COPIES)) > 15
+    for shape in (MTP_ALONE, widest):
+        slot = SlotResult(shape.num_drafted, shape.num_copies, shape.num_drafted, matched=True, was_matched=True)
+        for _ in range(30):
+            policy.observe(shape=shape, slots=[slot], seconds=1.0 + 0.1 * shape.num_copies)
+    without_match = policy.expected_emitted(MTP_ALONE, matched=False)
+    for _ in range(1000):
+        policy.observe(shape=WindowShape(1), slots=[SlotResult(1, 0, 1, was_matched=True)], seconds=1.0)
+    assert policy.expected_emitted(MTP_ALONE, matched=False) == pytest.approx(without_match, abs=0.1)
+    assert [policy.choose(1, 1) for _ in range(10)].count(widest) >= 5
 
 
 def test_choices_are_deterministic() -> None:

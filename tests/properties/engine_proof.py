@@ -37,9 +37,12 @@ from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
 from agentspec.cache.prefix_tree import Checkpoint, path_of
 from agentspec.engine.ranks import Ranks
+from agentspec.mtp.copies import draft_copies
+from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import SlotOutcome
+from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Phase, Request, new_request
-from agentspec.types import STOP_ID, STOP_LENGTH, CheckpointKind, FinishReason, tokens
+from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING, CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from tests.fakes.automaton import Automaton
 from tests.fakes.hash_chain import ReferenceRequest
@@ -85,8 +88,10 @@ class Proof:
         self._spy_on_admission()
         if self.assembly.copies is not None:
             self.loop._copier = LateCopies(self.assembly.copies, random.Random(setup.seed), is_slow=setup.slow_copies)
+        executor = self.loop.executor
+        assert isinstance(executor, ModelExecutor | LedExecutor)
         self.loop.executor = self.device = WatchedDevice(
-            self.loop.executor,
+            executor,
             self.model,
             self.cache,
             lateness=random.Random(setup.seed) if setup.overlap and setup.late_device else None,
@@ -318,7 +323,7 @@ class Proof:
                 f"{len(request.sequence)} tokens were kept, but the deepest remaining state has {found}"
             )
 
-    def _note_outcome(self, request: Request, slot: SlotOutcome) -> None:
+    def _note_outcome(self, request: Request, slot: SlotOutcome, made: list[int]) -> None:
         if request.ending is not None or not slot.emitted:
             return
         turn = self.running[request.request_id]
@@ -331,10 +336,23 @@ class Proof:
             self.paths["first step onto a boundary"] += slot.length % BLOCK == 0
         else:
             turn.steps.append((len(slot.emitted), slot.num_drafted, num_accepted))
+        self._check_copies(request, slot, made)
         cut = slot.num_accepted < slot.num_drafted
         self.paths["stop id"] += slot.stop == STOP_ID
         self.paths["stop id inside a window"] += slot.stop == STOP_ID and cut and slot.num_accepted > 0
         self.paths["length limit inside a window"] += slot.stop == STOP_LENGTH and cut and slot.num_accepted > 0
+
+    def _check_copies(self, request: Request, slot: SlotOutcome, made: list[int]) -> None:
+        """Check the copies made in a step against the rule."""
+        num_mtp, most = self.setup.max_draft_tokens, self.setup.max_copies
+        self.paths["copy accepted"] += max(0, slot.num_accepted - num_mtp)
+        if slot.stop != STOP_RUNNING or most == 0 or len(made) < num_mtp:
+            return
+        text = [*request.sequence, *slot.emitted]
+        copies, _ = draft_copies(text, made[:num_mtp], num_copies=most, min_match=self.setup.min_match)
+        assert slot.matched == bool(copies), f"a step says that copies were made: {slot.matched}"
+        assert made[num_mtp:] == copies, f"copied {made[num_mtp:]} after {text[-5:]}, by the rule {copies}"
+        self.paths["copies made"] += bool(copies)
 
     def _note_preemptions(self, before: list[tuple[Request, Phase, int, int]]) -> None:
         for request, phase, in_flight, preemptions in before:
@@ -407,7 +425,12 @@ class Proof:
         assert spec.num_steps == len(turn.steps) == sum(spec.histogram), "usage: steps"
         assert spec.num_drafted == drafted == sum(spec.drafted_by_position), "usage: drafted"
         assert spec.num_accepted == accepted == sum(spec.accepted_by_position), "usage: accepted"
-        if self.setup.draft_accuracy == 1.0 and turn.submit.sampling.is_greedy and not _has_shaped_logits(turn):
+        if (
+            self.setup.draft_accuracy == 1.0
+            and not self.setup.max_copies
+            and turn.submit.sampling.is_greedy
+            and not _has_shaped_logits(turn)
+        ):
             missed = drafted - accepted  # only the request's last step may drop drafts
             assert missed <= self.setup.max_draft_tokens, f"a perfect drafter lost {missed} drafts"
 

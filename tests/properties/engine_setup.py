@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -16,8 +16,10 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.ranks import Ranks
+from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.types import MOST_RIDERS, SlotResult, WindowShape, rows_of_request
+from agentspec.runtime.ranks.leader import LedExecutor
+from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -69,6 +71,10 @@ class EngineSetup:
     """See runtime/ride.py."""
     has_ring: bool = False
     """Slots have rings."""
+    max_copies: int = 0
+    """Copies behind the MTP drafts."""
+    min_match: int = 1
+    """Tokens that must occur earlier for what follows them to be copied. Hashes repeat nothing, so few are enough."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
@@ -79,7 +85,9 @@ class EngineSetup:
         is_crowded = rng.random() < 0.15
         max_running = rng.choice([8, 12] if is_crowded else [1, 3, 4, 6, 8, 8, 10, 10, 12, 12])
         has_ring = random.Random(f"ring {seed}").random() < 0.5
-        per_request = rows_of_request(drafts, has_ring=has_ring)
+        copying = random.Random(f"copies {seed}")
+        max_copies = copying.randint(1, 7 - drafts) if drafts < 7 and copying.random() < 0.5 else 0
+        per_request = rows_of_request(drafts + max_copies, has_ring=has_ring)
         few_rows = not is_crowded and rng.random() < 0.3
         few_pages = is_crowded or rng.random() < 0.45
         if few_rows:
@@ -126,6 +134,8 @@ class EngineSetup:
             slow_copies=is_crowded,
             most_riders=rng.choice([0, 16, MOST_RIDERS, MOST_RIDERS]),
             has_ring=has_ring,
+            max_copies=max_copies,
+            min_match=copying.choice([1, 1, 2]),
         )
 
     @property
@@ -146,6 +156,7 @@ class EngineSetup:
         return EngineConfig(
             tensor_parallel=num_ranks,
             draft_tokens=self.max_draft_tokens,
+            copy_drafts=self.max_copies,
             state_form="ring" if self.has_ring else "rows",
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
@@ -168,7 +179,8 @@ class EngineSetup:
         budget_bytes = int(
             self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes)
         )
-        own_rows = rows_of_request(self.max_draft_tokens, has_ring=self.has_ring)
+        max_drafts = self.max_draft_tokens + self.max_copies
+        own_rows = rows_of_request(max_drafts, has_ring=self.has_ring)
         least_rows = own_rows + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
         assembly = build(
@@ -179,14 +191,21 @@ class EngineSetup:
                 num_rows=self.num_rows,
                 num_pages=self.num_pages,
                 host=self.host if self.prefix_cache else None,
-                max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
+                max_length=min(MAX_CONTEXT, longest_sequence(num_pages, max_drafts, BLOCK)),
             ),
             most_riders=self.most_riders,
-            window_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
+            window_policy=RandomWindow(self.max_draft_tokens, self.max_copies, random.Random(self.seed))
+            if self.random_depth
+            else None,
             clock=clock,
             ranks=ranks,
         )
         assembly.cache.budget_bytes = budget_bytes
+        executor = assembly.loop.executor
+        executor = executor.own if isinstance(executor, LedExecutor) else executor
+        assert isinstance(executor, ModelExecutor)
+        if (copies := executor._buffers.copies) is not None:
+            executor._buffers = replace(executor._buffers, copies=replace(copies, min_match=self.min_match))
         return assembly
 
 
@@ -201,13 +220,17 @@ def random_host(rng: random.Random) -> HostMemory | None:
     )
 
 
-class RandomDepth:
-    """A window policy that chooses k at random."""
+class RandomWindow:
+    """A window policy that chooses the numbers of MTP drafts and copies at random."""
 
-    def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
-        self._max, self._rng = max_draft_tokens, rng
+    def __init__(self, max_draft_tokens: int, max_copies: int, rng: random.Random) -> None:
+        self._max, self._max_copies, self._rng = max_draft_tokens, max_copies, rng
 
     def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        room = MAX_WIDE_ROWS // (1 << (batch_size - 1).bit_length()) - 1 - self._max
+        most_copies = min(self._max_copies, room)
+        if most_copies > 0 and self._rng.random() < 0.5:
+            return WindowShape(self._max, self._rng.randint(1, most_copies))
         return WindowShape(self._rng.randint(0, self._max))
 
     def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:

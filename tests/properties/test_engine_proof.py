@@ -64,6 +64,8 @@ LEAST = {
     "windows ride with a last chunk": 500,
     "windows beside chunks": 500,
     "fold": 10000,
+    "copies made": 2000,
+    "copy accepted": 8,
     "first step": 1500,
     "first step onto a boundary": 60,
     "stop id": 400,

@@ -20,11 +20,21 @@ from torch import Tensor
 from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.kernels import PrefillBatch, RingWindow
 from agentspec.kernels.reference.spans import read_spans
+from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
+from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Request
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
 from tests.fakes.hash_chain import HashChainModel
+
+
+def own_executor(executor: Executor) -> ModelExecutor:
+    """That of this rank, where there are several."""
+    own = executor.own if isinstance(executor, LedExecutor) else executor
+    assert isinstance(own, ModelExecutor)
+    return own
 
 
 @dataclass(slots=True)
@@ -36,8 +46,10 @@ class _Step:
     first: list[Lease]
     decoding: list[Lease]
     chunks: list[Lease]
-    drafting: deque[list[Lease]] = field(default_factory=deque)
-    """Leases of the windows that are still to be drafted for, in order."""
+    drafting: deque[tuple[list[Lease], int]] = field(default_factory=deque)
+    """Leases and columns of the windows that are still to be drafted for, in order."""
+    made: dict[int, list[int]] = field(default_factory=dict)
+    """The valid drafts that each slot has after the step."""
     ticket: Any = None
     has_run: bool = False
 
@@ -47,18 +59,19 @@ class WatchedDevice:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: ModelExecutor | LedExecutor,
         model: HashChainModel,
         cache: HybridCache,
         *,
         lateness: random.Random | None,
         requests: Callable[[], Sequence[Request]],
-        on_outcome: Callable[[Request, SlotOutcome], None],
+        on_outcome: Callable[[Request, SlotOutcome, list[int]], None],
         paths: Counter[str],
     ) -> None:
         """lateness: None: every step runs at its launch. requests: those in the engine. on_outcome: called before the
-        scheduler gets the outcome."""
+        scheduler gets the outcome, with the drafts that were made for the next window."""
         self._executor = executor
+        self._buffers = own_executor(executor)._buffers
         self._cache = cache
         self._lateness = lateness
         self._requests = requests
@@ -102,16 +115,24 @@ class WatchedDevice:
         if outcome.rode and step.plan.first_slots:
             self._paths["windows ride with a last chunk"] += 1
         for slot in outcome.slots:
-            self._on_outcome(step.by_slot[slot.slot], slot)
+            self._on_outcome(step.by_slot[slot.slot], slot, step.made[slot.slot])
         return outcome
 
     def _run_through(self, step: _Step) -> None:
         while not step.has_run:
             first = self._queue.popleft()
             self._running, self._drafting = first, []
-            first.drafting.extend(leases for leases in (first.first, first.decoding) if leases)
+            width = first.plan.num_drafted + 1
+            first_width = min(width, self._buffers.max_mtp_drafts + 1)
+            for leases, num_columns in ((first.first, first_width), (first.decoding, width)):
+                if leases:
+                    first.drafting.append((leases, num_columns))
             first.ticket = self._executor.launch(first.plan)
             self._running, first.has_run = None, True
+            made = SlotState.of(self._buffers.slots_SF)
+            for slot in (*first.plan.first_slots, *first.plan.decode_slots):
+                num_valid = int(made.num_valid_drafts_B[slot])
+                first.made[slot] = made.tokens_BW[slot, 1 : 1 + num_valid].tolist()
 
     def _watch(self, model: Any) -> None:
         verify, prefill, mtp = model.verify, model.prefill, model.mtp
@@ -148,10 +169,8 @@ class WatchedDevice:
 
         def watched_mtp(tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
             step = self._running
-            if (
-                step is not None and tokens_BT.shape[1] == step.plan.num_drafted + 1
-            ):  # a whole window, so the next draft begins
-                self._drafting = step.drafting.popleft()
+            if step is not None and step.drafting and tokens_BT.shape[1] == step.drafting[0][1]:
+                self._drafting, _ = step.drafting.popleft()  # a whole window, so the next draft begins
             self._check_pages(self._drafting, page_table_BP, start_B, tokens_BT.shape[1])
             result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
             return result

@@ -15,6 +15,7 @@ from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_pre
 from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.reference.hidden import write_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
+from agentspec.kernels.reference.ranking import pack_best
 from agentspec.kernels.reference.rope import apply_rope
 from agentspec.kernels.weights import Weight
 
@@ -52,7 +53,8 @@ def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     weights_NJ, expert_ids_NJ = route_top_k(
         torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize
     )
-    routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
+    held_ids_NJ = expert_ids_NJ - (weights.first_expert or 0)
+    routed_NH = mix_experts(normed_NH, weights_NJ, held_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
     shared_NH = linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
     return routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH
 
@@ -84,6 +86,10 @@ def pair_norms(
 def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     nearest_N = linear(x_NH, head_OH).argmax(-1)
     return nearest_N if ids_O is None else ids_O[nearest_N]
+
+
+def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
+    return pack_best(linear(x_NH, head_OH).float(), ids_O).amax(-1, keepdim=True)
 
 
 def gated_delta_step(

@@ -27,6 +27,8 @@ def mix_experts(
 ) -> Tensor:
     """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
 
+    Experts that aren't in the stack, whose ids are below 0 or beyond it, add nothing.
+
     Args:
         x_NH: [N, H], activation dtype.
         weights_NJ: float32 [N, J]. expert_ids_NJ: int64 [N, J].
@@ -36,7 +38,8 @@ def mix_experts(
     The reference reads the ids on the host, so that it computes only experts that some token chose.
     """
     y_NH = torch.zeros_like(x_NH)
-    for expert in torch.unique(expert_ids_NJ).tolist():
+    is_held_NJ = (expert_ids_NJ >= 0) & (expert_ids_NJ < gate_up_X2IH.shape[0])
+    for expert in torch.unique(expert_ids_NJ[is_held_NJ]).tolist():
         token, choice = (expert_ids_NJ == expert).nonzero(as_tuple=True)
         gate, up = linear(x_NH[token], gate_up_X2IH.matrix(expert).dequantize(x_NH.dtype)).chunk(2, -1)
         out = linear(silu(gate) * up, down_XHI.matrix(expert).dequantize(x_NH.dtype))

@@ -6,8 +6,17 @@ from agentspec.kernels.triton.cache_keys import compute_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.copies import append_text, draft_copies
 from agentspec.kernels.triton.gated_delta import gated_delta_step
-from agentspec.kernels.triton.hidden import save_hidden
-from agentspec.kernels.triton.linear_layers import add_linear, draft_argmax, linear, logits, norm_linear, norm_swiglu
+from agentspec.kernels.triton.gated_delta_ring import gated_delta_ring_step
+from agentspec.kernels.triton.hidden import fold_hidden, save_hidden
+from agentspec.kernels.triton.linear_layers import (
+    add_linear,
+    draft_argmax,
+    draft_best,
+    linear,
+    logits,
+    norm_linear,
+    norm_swiglu,
+)
 from agentspec.kernels.triton.mixture import add_experts, expert_sum
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
@@ -23,10 +32,13 @@ __all__ = [
     "attention_step",
     "commit_window",
     "draft_argmax",
+    "draft_best",
     "draft_copies",
     "expert_sum",
+    "fold_hidden",
     "force_acceptance",
     "gated_delta_prefill",
+    "gated_delta_ring_step",
     "gated_delta_step",
     "linear",
     "logits",

@@ -11,7 +11,7 @@ Shape letters: N tokens, J choices per token, P = N J pairs, X experts, T tiles,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,10 +39,18 @@ class ExpertGroups:
     and, the same in each row, the number of rows after which there are no tiles. For many pairs the tiles fill the
     first rows without gaps."""
     block_m: int
+    all_held: bool = True
+    """Whether every pair is in a tile."""
 
 
-def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int) -> ExpertGroups:
-    """Group pairs by expert. expert_ids_NJ: int32, contiguous, each 0..num_experts - 1. At least one pair."""
+def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int, *, all_held: bool = True) -> ExpertGroups:
+    """Group pairs by expert. expert_ids_NJ: int32, contiguous, each 0..num_experts - 1. At least one pair. all_held:
+    False: pairs of another expert, with id num_experts, have no tile. One more launch."""
+    if not all_held:
+        groups = group_pairs(expert_ids_NJ, num_experts + 1, block_m)
+        count_T, expert_T = groups.tiles_T4[:, COUNT.value], groups.tiles_T4[:, EXPERT.value]
+        count_T.masked_fill_(expert_T == num_experts, 0)
+        return replace(groups, all_held=False)
     num_pairs, device = expert_ids_NJ.numel(), expert_ids_NJ.device
     assert (expert_ids_NJ.dtype, expert_ids_NJ.is_contiguous()) == (torch.int32, True)
     pairs_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -53,6 +61,11 @@ def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int) -> Expert
     else:
         _group_many(groups, expert_ids_NJ, num_experts)
     return groups
+
+
+def empty_parts(groups: ExpertGroups, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The parts of all pairs: uninitialised, with zeros where a pair may have no tile."""
+    return (torch.empty if groups.all_held else torch.zeros)(shape, dtype=dtype, device=device)
 
 
 def _group_few(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:

@@ -45,7 +45,8 @@ def add_experts_prefill(
 
     Args:
         normed: the normed residual, in its dtype [N, H]; in 8 bits only if `takes_scaled`.
-        weights_NJ: float32, contiguous: the weight of each chosen expert. expert_ids_NJ: int32, contiguous.
+        weights_NJ: float32, contiguous: the weight of each chosen expert. expert_ids_NJ: int32, contiguous; the
+            number of experts for those that aren't there.
         shared_gate_N: float32, contiguous: the shared expert's gate before the sigmoid.
     """
     if len(residual_NH) == 0:
@@ -80,7 +81,9 @@ def _routed_parts(
 ) -> Tensor:
     """Return each choice's weighted output, [N, J, H] of `dtype`. x: in 8 bits if the experts' products are W8A8."""
     gate_up, down, is_scaled = weights.gate_up_X2IH, weights.down_XHI, isinstance(x, ScaledTokens)
-    num_pairs, top_k, num_experts = expert_ids_NJ.numel(), expert_ids_NJ.shape[1], gate_up.shape[0]
+    num_pairs, top_k, num_held = expert_ids_NJ.numel(), expert_ids_NJ.shape[1], gate_up.shape[0]
+    all_held = weights.first_expert is None
+    num_experts = num_held if all_held else weights.router_XH.shape[0]
     if (
         isinstance(x, ScaledTokens)
         and num_pairs >= _HOPPER_MIN_TOKENS * num_experts
@@ -88,7 +91,7 @@ def _routed_parts(
     ):
         assert isinstance(gate_up, BlockScaled)
         assert isinstance(down, BlockScaled)
-        groups = group_pairs(expert_ids_NJ, num_experts, grouped_gemm_hopper.BLOCK_M)
+        groups = group_pairs(expert_ids_NJ, num_held, grouped_gemm_hopper.BLOCK_M, all_held=all_held)
         return grouped_gemm_hopper.down(
             grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype
         )
@@ -97,7 +100,7 @@ def _routed_parts(
         # 8-bit activations, or for float32 activations.
         gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
-    groups = group_pairs(expert_ids_NJ, num_experts, block_m)
+    groups = group_pairs(expert_ids_NJ, num_held, block_m, all_held=all_held)
     h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype), x, gate_up, groups, top_k)
     return grouped_gemm.down(down_plan(block_m, is_scaled, dtype), h, down, groups, weights_NJ, dtype)
 

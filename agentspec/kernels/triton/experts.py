@@ -58,6 +58,9 @@ class Visits:
     """None for few tokens."""
     block_m: int
     """Visits per program."""
+    all_held: bool = True
+    """Whether all visited experts are there. Others have id -1 among few tokens, and no tiles otherwise; their visits
+    give zeros."""
 
     @property
     def num_blocks(self) -> int:
@@ -94,7 +97,8 @@ def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | Non
     The visits are read while the previous launch still runs. So that launch must have waited for the kernel that wrote
     them, as `gate_up` does."""
     num_experts, num_outputs, depth = weight_XHI.shape
-    parts_PH = torch.empty(h_PI.shape[0], num_outputs, dtype=torch.float32, device=h_PI.device)
+    empty = torch.empty if visits.all_held else torch.zeros
+    parts_PH = empty(h_PI.shape[0], num_outputs, dtype=torch.float32, device=h_PI.device)
     _down_kernel[(triton.cdiv(num_outputs, tiles.block_o), visits.num_blocks)](
         parts_PH,
         h_PI,
@@ -178,7 +182,7 @@ def _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C: tl.constexpr, BLOCK_
         ids = tl.load(ids_ptr + pair, mask=(m < num_tokens)[:, None] & (c < C)[None, :], other=-1, cache_modifier=".cg")
         pairs = tl.min(tl.where(ids == expert, pair, _NO_PAIR), axis=1)
         is_real = pairs < _NO_PAIR
-        works = tl.min(pairs, axis=0) == mine
+        works = (tl.min(pairs, axis=0) == mine) & (expert >= 0)
         pairs = tl.where(is_real, pairs, 0)
     else:
         tile = tiles_ptr + tl.program_id(1) * FIELDS

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups
+from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups, empty_parts
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, group_scale, to_fp8
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
@@ -88,7 +88,7 @@ def down(
     values, scales = (h.values_RK, h.scales_GR) if isinstance(h, ScaledTokens) else (h, None)
     (num_pairs, depth), num_outputs = values.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
-    parts = torch.empty(*weights_NJ.shape, num_outputs, dtype=dtype, device=values.device)
+    parts = empty_parts(groups, (*weights_NJ.shape, num_outputs), dtype, values.device)
     _down_kernel[(triton.cdiv(num_outputs, plan.block_o), groups.tiles_T4.shape[0] * plan.programs_per_tile)](
         parts,
         TensorDescriptor.from_tensor(values, [groups.block_m // plan.programs_per_tile, plan.block_k]),

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups
+from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups, empty_parts
 from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, arrival_counters, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
@@ -102,7 +102,7 @@ def down(
     (num_pairs, depth), num_outputs = h.values_RK.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     assert groups.block_m == BLOCK_M
-    parts = torch.empty(*weights_NJ.shape, num_outputs, dtype=dtype, device=weights_NJ.device)
+    parts = empty_parts(groups, (*weights_NJ.shape, num_outputs), dtype, weights_NJ.device)
     down_kernel[(_num_programs(parts.device),)](
         parts,
         _descriptor(h.values_RK, BLOCK_M // 2),

@@ -19,6 +19,7 @@ from agentspec.kernels.triton.linear_tiles import (
     walk_either,
     weight_rows_at,
 )
+from agentspec.kernels.triton.ranking import rank
 
 
 @triton.jit
@@ -345,7 +346,10 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def choose_kernel(token_ptr, score_ptr, row_ptr, ids_ptr, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def choose_kernel(  # type: ignore[no-untyped-def]
+    token_ptr, score_ptr, row_ptr, ids_ptr, tiles, BLOCK: tl.constexpr, RANKED: tl.constexpr, PDL: tl.constexpr
+):
+    """RANKED: store the token's rank (ranking.py) with its score instead of the token."""
     release_next(PDL)
     await_previous(PDL)
     begin = tl.program_id(0).to(tl.int64) * tiles
@@ -360,10 +364,10 @@ def choose_kernel(token_ptr, score_ptr, row_ptr, ids_ptr, tiles, BLOCK: tl.const
         best = tl.maximum(best, score)
     highest = tl.max(best, axis=0)
     row = tl.min(tl.where(best == highest, at, 0x7FFFFFFF), axis=0)
+    token = row.to(tl.int64)
     if ids_ptr is not None:
-        tl.store(token_ptr + tl.program_id(0), tl.load(ids_ptr + row))
-    else:
-        tl.store(token_ptr + tl.program_id(0), row.to(tl.int64))
+        token = tl.load(ids_ptr + row)
+    tl.store(token_ptr + tl.program_id(0), rank(highest, token) if RANKED else token)
 
 
 @triton.jit

@@ -80,6 +80,12 @@ def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     return launch_draft_argmax(plan, x_NH, head_OH, ids_O)
 
 
+def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
+    plan = _plan("draft_argmax", x_NH, head_OH)
+    assert plan is not None, "draft_best needs a plan, as draft_argmax does"
+    return launch_draft_argmax(plan, x_NH, head_OH, ids_O, ranked=True)[:, None]
+
+
 def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
     assert x_NH.shape[1] == weight_OH.shape[1], f"{x_NH.shape} {weight_OH.shape}"
     assert x_NH.stride(1) == 1
@@ -208,9 +214,12 @@ def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) ->
     return out
 
 
-def launch_draft_argmax(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
+def launch_draft_argmax(
+    plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None, *, ranked: bool = False
+) -> Tensor:
     """Argmax of x head^T by a given plan: int64 [N], mapped by `ids_O` if given. Two launches: the best row of every
-    tile, then the best of those. Scores stay float32 and are never stored."""
+    tile, then the best of those. Scores stay float32 and are never stored. ranked: each token's rank (ranking.py) in
+    its place; equal scores must then have rising ids."""
     (num_tokens, depth), num_outputs = x_NH.shape, head_OH.shape[0]
     token_N = torch.empty(num_tokens, dtype=torch.int64, device=x_NH.device)
     if num_tokens:
@@ -232,7 +241,9 @@ def launch_draft_argmax(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor
             **OVERLAPPED,
         )
         block = min(triton.next_power_of_2(tiles), _CHOICE_BLOCK)
-        choose_kernel[(num_tokens,)](token_N, score, row, ids_O, tiles, BLOCK=block, num_warps=4, **OVERLAPPED)
+        choose_kernel[(num_tokens,)](
+            token_N, score, row, ids_O, tiles, BLOCK=block, RANKED=ranked, num_warps=4, **OVERLAPPED
+        )
     return token_N
 
 

@@ -52,7 +52,10 @@ def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) 
     if num_tokens == 0:
         return base_NH
     if num_tokens > MOST_TOKENS:
-        routing = route(x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights))
+        absent = None if weights.first_expert is None else weights.gate_up_X2IH.shape[0]
+        routing = route(
+            x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights), absent=absent
+        )
         assert routing.gate_N is not None
         return add_experts_prefill(base_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
     placement = placement_for(num_tokens, weights)
@@ -64,7 +67,10 @@ def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) 
     if placement == "beside":
         with side_stream.fork(x_NH.device):
             shared_NH = _shared_expert(x_NH, norm, weights)
-    routing = route(x_NH, norm, weights, visit_shared=visit_shared)
+    absent = -1 if num_tokens <= FEW_TOKENS else weights.gate_up_X2IH.shape[0] + int(visit_shared)
+    routing = route(
+        x_NH, norm, weights, visit_shared=visit_shared, absent=None if weights.first_expert is None else absent
+    )
     if placement == "behind":
         shared_NH = _shared_expert(x_NH, norm, weights)
     parts_PH = _parts(routing, weights, visit_shared=visit_shared)
@@ -99,7 +105,8 @@ def _parts(routing: Routing, weights: MixtureWeights, *, visit_shared: bool) -> 
     """float32 [P, H]: the weighted output of each visit."""
     assert isinstance(routing.normed, Tensor)
     x_NH, num_tokens = routing.normed, len(routing.normed)
-    visits = visits_of(routing, weights.router_XH.shape[0] + int(visit_shared))
+    num_experts = weights.gate_up_X2IH.shape[0] + int(visit_shared)
+    visits = visits_of(routing, num_experts, all_held=weights.first_expert is None)
     shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
     h_PI = experts.gate_up(
         gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits
@@ -111,12 +118,17 @@ def _shared_expert(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     return linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
 
 
-def visits_of(routing: Routing, num_experts: int) -> Visits:
-    """Group the visits by expert where the kernels need it. num_experts: includes the shared one if it is visited."""
+def visits_of(routing: Routing, num_experts: int, *, all_held: bool = True) -> Visits:
+    """Group the visits by expert where the kernels need it. num_experts: includes the shared one if it is visited.
+    all_held: as in Visits."""
     num_tokens = routing.ids_NC.shape[0]
     block_m = 8 if num_tokens <= 8 else 16
-    groups = None if num_tokens <= FEW_TOKENS else group_pairs(routing.ids_NC, num_experts, block_m)
-    return Visits(ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m)
+    groups = None
+    if num_tokens > FEW_TOKENS:
+        groups = group_pairs(routing.ids_NC, num_experts, block_m, all_held=all_held)
+    return Visits(
+        ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m, all_held=all_held
+    )
 
 
 # Fastest on an H100 at the shapes of 35B-A3B: separate launches with 8, 16, 32 and 128 tokens, whole steps with up to

@@ -66,9 +66,18 @@ class Routing:
     """The normed input [N, H] in its dtype; or the same values rounded to 8 bits."""
 
 
-def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool, in_fp8: bool = False) -> Routing:
+def route(
+    x_NH: Tensor,
+    norm: Norm,
+    weights: MixtureWeights,
+    *,
+    visit_shared: bool,
+    in_fp8: bool = False,
+    absent: int | None = None,
+) -> Routing:
     """Route every token. Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8:
-    return the normed input in 8 bits only."""
+    return the normed input in 8 bits only. absent: the id of experts that `weights` hasn't, if it has but some; ids are
+    then places in its stack, and X is its size."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert x_NH.stride(1) == 1
     assert not (visit_shared and in_fp8), "the shared expert as a visit needs tokens in their own dtype"
@@ -99,11 +108,15 @@ def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bo
         num_tokens,
         len(normed),
         num_experts,
+        weights.first_expert or 0,
+        0 if absent is None else weights.gate_up_X2IH.shape[0],
+        absent or 0,
         H=width,
         J=weights.top_k,
         C=num_visits,
         SPLIT=len(parts_SNX),
         NORMALIZE=weights.normalize,
+        PARTIAL=absent is not None,
         BLOCK_X=triton.next_power_of_2(num_experts),
         BLOCK_C=triton.next_power_of_2(num_visits),
         BLOCK_H=max(min(triton.next_power_of_2(width), _NORM_BLOCK), SCALE_BLOCK if in_fp8 else 1),
@@ -256,12 +269,12 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares_ptr + place, tl.sum(squares, axis=1), mask=n < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_expert", "num_held", "absent"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, weights_ptr, gates_ptr, normed_ptr, normed_scales_ptr, parts_ptr, squares_ptr, x_ptr, x_stride, norm_ptr,
-    shared_gate_ptr, eps, num_tokens, num_rows, num_experts, H: tl.constexpr, J: tl.constexpr, C: tl.constexpr,
-    SPLIT: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr
+    shared_gate_ptr, eps, num_tokens, num_rows, num_experts, first_expert, num_held, absent, H: tl.constexpr,
+    J: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Program (n, 0) stores token n's normed row and gate; program (n, 1) chooses its experts, lower id on ties. Rows
     after the tokens are the padding of 8-bit rows."""
@@ -320,6 +333,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             weights /= tl.sum(weights, axis=0)
         else:
             weights /= tl.sum(tl.where(x < num_experts, tl.exp(score - highest), 0.0), axis=0)
+        if PARTIAL:
+            place = ids - first_expert
+            place = tl.where((place >= 0) & (place < num_held), place, absent)
+            ids = tl.where(c < J, place, num_held)
         tl.store(ids_ptr + n * C + c, ids, mask=c < C)
         tl.store(weights_ptr + n * C + c, weights, mask=c < J)
     else:

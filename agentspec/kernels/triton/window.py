@@ -9,6 +9,8 @@ Shape letters: as in reference/window.py; E stop ids per slot.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +19,22 @@ from torch import Tensor
 from agentspec import types
 from agentspec.kernels import slots
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
-from agentspec.kernels.slots import Commit, OutcomeRows, Window
+from agentspec.kernels.slots import Commit, OutcomeRows, RingWindow, Window
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.types import RingShape
 
 _PAGES_A_PROGRAM = 1024
 
-_ACTIVE, _LENGTH, _READ_ROW, _NUM_VALID_DRAFTS, _CHECKPOINT_ROWS, _CHECKPOINT_LENS, _TOKENS = (
+(
+    _ACTIVE,
+    _LENGTH,
+    _READ_ROW,
+    _NUM_VALID_DRAFTS,
+    _CHECKPOINT_ROWS,
+    _CHECKPOINT_LENS,
+    _READ_LENGTH,
+    _TOKENS,
+) = (
     tl.constexpr(column)
     for column in (
         slots.ACTIVE,
@@ -31,30 +43,56 @@ _ACTIVE, _LENGTH, _READ_ROW, _NUM_VALID_DRAFTS, _CHECKPOINT_ROWS, _CHECKPOINT_LE
         slots.NUM_VALID_DRAFTS,
         slots.CHECKPOINT_ROWS,
         slots.CHECKPOINT_LENS,
+        slots.READ_LENGTH,
         slots.TOKENS,
     )
 )
 _LENGTH_LIMIT, _SEED, _STOP_IDS = (tl.constexpr(column) for column in (slots.LENGTH_LIMIT, slots.SEED, slots.STOP_IDS))
-_NUM_EMITTED, _NUM_ACCEPTED, _NUM_OFFERED, _SCALARS = (
-    tl.constexpr(column) for column in (slots.NUM_EMITTED, slots.NUM_ACCEPTED, slots.NUM_OFFERED, slots.SCALARS)
+_NUM_EMITTED, _NUM_ACCEPTED, _NUM_OFFERED, _STOP, _SCALARS = (
+    tl.constexpr(column)
+    for column in (slots.NUM_EMITTED, slots.NUM_ACCEPTED, slots.NUM_OFFERED, slots.STOP, slots.SCALARS)
 )
 _OUTCOME_TOKENS = tl.constexpr(slots.SCALARS + slots.TOKENS)
 _ZERO_ROW, _SCRATCH_ROW, _SCRATCH_PAGE, _STOP_ID, _STOP_LENGTH = (
     tl.constexpr(constant)
     for constant in (types.ZERO_ROW, types.SCRATCH_ROW, types.SCRATCH_PAGE, types.STOP_ID, types.STOP_LENGTH)
 )
+_RING_RESULTS = ("read_length_B", "fold_length_B", "fold_row_B", "entries_BT")
+"""Tensors that opening a window fills only for slots with rings."""
 _PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
 
 
-def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
+def open_window(
+    slots_SF: Tensor,
+    page_table_SP: Tensor,
+    slot_ids_B: Tensor,
+    num_columns: int,
+    ring: RingShape | None = None,
+) -> Window:
     num_slots, num_pages, device = slot_ids_B.shape[0], page_table_SP.shape[1], slots_SF.device
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=device)
+
     window = Window(
-        tokens_BT=torch.empty(num_slots, num_columns, dtype=torch.int64, device=device),
-        start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
-        read_row_B=torch.empty(num_slots, dtype=torch.int64, device=device),
-        write_rows_BT=torch.empty(num_slots, num_columns, dtype=torch.int64, device=device),
+        tokens_BT=integers(num_slots, num_columns),
+        start_B=integers(num_slots),
+        read_row_B=integers(num_slots),
+        write_rows_BT=integers(num_slots, num_columns),
         page_table_BP=torch.empty(num_slots, num_pages, dtype=torch.int32, device=device),
     )
+    if ring is not None:
+        window = replace(
+            window,
+            ring=RingWindow(
+                slot_B=slot_ids_B,
+                start_B=window.start_B,
+                read_length_B=integers(num_slots),
+                fold_length_B=integers(num_slots),
+                fold_row_B=integers(num_slots),
+                entries_BT=integers(num_slots, num_columns),
+            ),
+        )
     _open_window[(num_slots, triton.cdiv(num_pages, _PAGES_A_PROGRAM))](
         slots_SF,
         slots_SF.stride(0),
@@ -67,8 +105,11 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
         window.write_rows_BT,
         window.page_table_BP,
         num_pages,
+        *(None if window.ring is None else getattr(window.ring, field) for field in _RING_RESULTS),
         T=num_columns,
         W=_width(slots_SF),
+        FOLD_TOKENS=0 if ring is None else ring.fold_tokens,
+        CAPACITY=0 if ring is None else ring.capacity,
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_P=min(_PAGES_A_PROGRAM, triton.next_power_of_2(num_pages)),
         num_warps=4,
@@ -78,7 +119,13 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
 
 
 def commit_window(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int
+    slots_SF: Tensor,
+    limits_SF: Tensor,
+    slot_ids_B: Tensor,
+    chosen_BT: Tensor,
+    *,
+    block_tokens: int,
+    ring: RingShape | None = None,
 ) -> Commit:
     """For an inert slot, `num_accepted_B` is 0."""
     assert chosen_BT.is_contiguous()
@@ -104,6 +151,7 @@ def commit_window(
         W=_width(slots_SF),
         E=num_stop_ids,
         BLOCK_TOKENS=block_tokens,
+        FOLD_TOKENS=0 if ring is None else ring.fold_tokens,
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_W=triton.next_power_of_2(_width(slots_SF)),
         BLOCK_E=triton.next_power_of_2(max(num_stop_ids, 1)),
@@ -181,13 +229,20 @@ def _open_window(  # type: ignore[no-untyped-def]
     write_rows_BT,
     page_table_BP,
     num_pages,
+    read_length_B,
+    fold_length_B,
+    fold_row_B,
+    entries_BT,
     T: tl.constexpr,
     W: tl.constexpr,
+    FOLD_TOKENS: tl.constexpr,
+    CAPACITY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (b, i) copies chunk i of slot b's page table; the first program of a slot also copies its columns."""
+    """Program (b, i) copies chunk i of slot b's page table; the first program of a slot also copies its columns.
+    FOLD_TOKENS: 0 if slots have no rings."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -203,6 +258,15 @@ def _open_window(  # type: ignore[no-untyped-def]
         tl.store(start_B + b, tl.where(is_active, tl.load(slot + _LENGTH), 0))
         tl.store(read_row_B + b, tl.where(is_active, tl.load(slot + _READ_ROW), _ZERO_ROW))
         tl.store(write_rows_BT + b * T + t, tl.where(is_active, rows, _SCRATCH_ROW), mask=t < T)
+        if FOLD_TOKENS > 0:
+            start = tl.where(is_active, tl.load(slot + _LENGTH), 0)
+            read_length = tl.where(is_active, tl.load(slot + _READ_LENGTH), 0)
+            fold_length = tl.maximum(start // FOLD_TOKENS * FOLD_TOKENS, read_length)
+            own_row = tl.load(slot + _TOKENS + W)
+            tl.store(read_length_B + b, read_length)
+            tl.store(fold_length_B + b, fold_length)
+            tl.store(fold_row_B + b, tl.where(fold_length > read_length, own_row, _SCRATCH_ROW))
+            tl.store(entries_BT + b * T + t, slot_id * CAPACITY + (start + t) % CAPACITY, mask=t < T)
     tl.store(page_table_BP + b * num_pages + p, tl.where(is_active, pages, _SCRATCH_PAGE), mask=p < num_pages)
 
 
@@ -222,6 +286,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     E: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    FOLD_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -247,12 +312,15 @@ def _commit_window(  # type: ignore[no-untyped-def]
     tl.store(draft_start_B + b, length + 1)
     outcome = outcome_BF + b * F
     i = tl.arange(0, _SCALARS)
-    counts = tl.where(i == _NUM_ACCEPTED, num_accepted, tl.where(i == _NUM_OFFERED, num_offered, stop))
-    counts = tl.where(i == _NUM_EMITTED, num_accepted + 1, counts)
+    counts = tl.where(i == _NUM_ACCEPTED, num_accepted, tl.where(i == _NUM_OFFERED, num_offered, 0))
+    counts = tl.where(i == _NUM_EMITTED, num_accepted + 1, tl.where(i == _STOP, stop, counts))
     tl.store(outcome + i, tl.where(is_active, counts, 0))
     tl.store(outcome + _OUTCOME_TOKENS + t, token_T, mask=t < T)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
-    _advance(slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
+    _advance(
+        slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token,
+        BLOCK_TOKENS, FOLD_TOKENS, T, W, BLOCK_W,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -283,12 +351,13 @@ def _advance(  # type: ignore[no-untyped-def]
     stop,
     last_token,
     BLOCK_TOKENS: tl.constexpr,
+    FOLD_TOKENS: tl.constexpr,
     T: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Advance an active slot's pointers past the last accepted column. Also store the resulting scalars of any slot to
-    `scalars`."""
+    `scalars`. FOLD_TOKENS: 0 if slots have no rings."""
     w = tl.arange(0, BLOCK_W)
     f = tl.arange(0, _TOKENS)
     row_W = tl.load(slot + _TOKENS + W + w, mask=w < W, other=0)
@@ -297,15 +366,26 @@ def _advance(  # type: ignore[no-untyped-def]
     older_row = tl.load(slot + _CHECKPOINT_ROWS + 1)
     newer_len = tl.load(slot + _CHECKPOINT_LENS)
     new_length = length + num_accepted + 1
-    read_row = tl.sum(tl.where(w == num_accepted, row_W, 0), axis=0)
-    boundary = new_length // BLOCK_TOKENS * BLOCK_TOKENS
-    column = boundary - length - 1
-    crossed = column >= 0
-    boundary_row = tl.sum(tl.where(w == column, row_W, 0), axis=0)
+    if FOLD_TOKENS > 0:
+        old_row, old_length = tl.load(slot + _READ_ROW), tl.load(slot + _READ_LENGTH)
+        own_row = tl.load(slot + _TOKENS + W)
+        read_length = tl.maximum(length // FOLD_TOKENS * FOLD_TOKENS, old_length)
+        read_row = tl.where(read_length > old_length, own_row, old_row)
+        # A new state at a block boundary: the row that is stored to next is column 0 of the write rows.
+        crossed = (read_length % BLOCK_TOKENS == 0) & (read_length != newer_len) & (read_row == own_row)
+        boundary, boundary_row, column = read_length, own_row, tl.where(crossed, 0, -1)
+    else:
+        read_length = new_length
+        read_row = tl.sum(tl.where(w == num_accepted, row_W, 0), axis=0)
+        boundary = new_length // BLOCK_TOKENS * BLOCK_TOKENS
+        column = boundary - length - 1
+        crossed = column >= 0
+        boundary_row = tl.sum(tl.where(w == column, row_W, 0), axis=0)
 
     new_F = tl.where(f == _ACTIVE, (stop == 0).to(tl.int64), old_F)
     new_F = tl.where(f == _LENGTH, new_length, new_F)
     new_F = tl.where(f == _READ_ROW, read_row, new_F)
+    new_F = tl.where(f == _READ_LENGTH, read_length, new_F)
     new_F = tl.where(f == _NUM_VALID_DRAFTS, T - 1, new_F)
     new_F = tl.where(crossed & (f == _CHECKPOINT_ROWS), boundary_row, new_F)
     new_F = tl.where(crossed & (f == _CHECKPOINT_ROWS + 1), newer_row, new_F)

@@ -115,29 +115,30 @@ class LedExecutor:
     """A plan.Executor whose plans all ranks run."""
 
     def __init__(self, executor: RankExecutor, channel: Channel) -> None:
-        self._executor = executor
+        self.own = executor
+        """Of this rank."""
         self._channel = channel
 
     def launch(self, plan: StepPlan) -> Any:
         """Raises RankError if a rank has died or is stuck."""
         self._channel.send(plan)
         with self._channel.explained():
-            return self._executor.launch(plan)
+            return self.own.launch(plan)
 
     def collect(self, ticket: Any) -> StepOutcome:
         """Raises RankError also if ranks differ."""
         with self._channel.explained():
-            outcome = self._executor.collect(ticket)
+            outcome = self.own.collect(ticket)
         self._channel.compare(outcome)
         return outcome
 
     def prepare(self) -> bool:
         """See StepLoop.prepare: every rank does its piece."""
-        if not self._executor.has_deferred:
+        if not self.own.has_deferred:
             return False
         self._channel.send(Prepare())
         with self._channel.explained():
-            return self._executor.prepare()
+            return self.own.prepare()
 
 
 class LedCopies:

@@ -23,6 +23,8 @@ class CompileCase:
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    """Limit per thread that a launch gives as `maxnreg`."""
     multiples_of_16: tuple[str, ...] = ()
     """Integer arguments that a launch would specialize as multiples of 16, which lets strides keep wide loads."""
     stack_bytes: int = 0

@@ -21,6 +21,9 @@ INTEGERS = (
     "num_tokens",
     "num_rows",
     "num_experts",
+    "first_expert",
+    "num_held",
+    "absent",
     "num_pairs",
     "num_tiles",
     "block_m",
@@ -150,12 +153,14 @@ def many_scores(num_tokens: int) -> CompileCase:
     )
 
 
-def choice(split: int) -> CompileCase:
+def choice(split: int, *, partial: bool = False) -> CompileCase:
+    """partial: of a rank that holds some experts."""
     blocks = {
         "J": 8,
         "C": 9,
         "SPLIT": split,
         "NORMALIZE": True,
+        "PARTIAL": partial,
         "BLOCK_X": 256,
         "BLOCK_C": 16,
         "H": 2048,
@@ -165,7 +170,7 @@ def choice(split: int) -> CompileCase:
     blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
     return case(
-        f"choice 35B of {split} parts",
+        f"choice 35B of {split} parts" + " by a rank" * partial,
         routing._choose_kernel,
         blocks,
         1,
@@ -178,7 +183,17 @@ def choice(split: int) -> CompileCase:
 
 def scaled_choice() -> CompileCase:
     """Of a prompt: the normed input in 8 bits."""
-    blocks = {"J": 8, "C": 8, "SPLIT": 1, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 8, "H": 2048, "BLOCK_H": 1024}
+    blocks = {
+        "J": 8,
+        "C": 8,
+        "SPLIT": 1,
+        "NORMALIZE": True,
+        "PARTIAL": False,
+        "BLOCK_X": 256,
+        "BLOCK_C": 8,
+        "H": 2048,
+        "BLOCK_H": 1024,
+    }
     return case(
         "choice 35B of 1 part, in 8 bits",
         routing._choose_kernel,
@@ -214,6 +229,7 @@ CASES = [
         weights="u8",
     ),
     *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
+    choice(1, partial=True),
     choice(1),
     choice(16),
     scaled_choice(),

@@ -74,6 +74,7 @@ def compile_one(case: CompileCase) -> tuple[str, list[str]]:
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
         "launch_pdl": "PDL" in case.kernel.arg_names,
+        "maxnreg": case.max_registers,
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     used = resources(compiled.asm["cubin"])

@@ -3,6 +3,7 @@ the shared expert."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -237,3 +238,30 @@ def test_second_stream_uses_separate_counters(device: torch.device) -> None:
         theirs = arrival_counters(device)
     assert ours.data_ptr() + ours.nbytes <= theirs.data_ptr()
     assert arrival_counters(device).data_ptr() == ours.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "placement"),
+    [*itertools.product((1, 16, 17, 40), get_args(Placement)), (300, None)],
+)
+def test_parts_of_the_experts_add_up_to_all(
+    num_tokens: int, placement: Placement | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that hold whole experts, few and many tokens: each computes its own, and one of them the shared one."""
+    monkeypatch.setattr(mixture, "forced_placement", placement)
+    weights = mixture_of(32, 6, 16, 3, num_tokens, device, torch.float32, scaled=False)
+    x, norm = inputs(num_tokens, 32, num_tokens, device, torch.float32)
+    total = torch.zeros_like(x)
+    for first in (0, 2, 4):
+        some = slice(first, first + 2)
+        part = replace(
+            weights,
+            first_expert=first,
+            gate_up_X2IH=weights.gate_up_X2IH.cut((some,)),
+            down_XHI=weights.down_XHI.cut((some,)),
+            shared_down_HI=Plain(weights.shared_down_HI.tensor * float(first == 2)),
+        )
+        found, expected = mixture.expert_sum(x, norm, part), reference.expert_sum(x, norm, part)
+        assert relative_error(found, expected) < TOLERANCES[torch.float32], (num_tokens, first)
+        total += found
+    assert relative_error(total, reference.expert_sum(x, norm, weights)) < TOLERANCES[torch.float32], num_tokens

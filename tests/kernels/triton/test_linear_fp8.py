@@ -173,6 +173,16 @@ def test_draft_argmax_returns_lowest_row_on_ties(device: torch.device) -> None:
         assert torch.equal(got, wanted), layer.text
 
 
+def test_best_draft_is_packed_as_in_the_reference(device: torch.device) -> None:
+    layer = Layer(3, 140, 256, device, torch.float32)
+    x, values = (10 * layer.x).round().clamp(-3, 3), (20 * layer.weight.dequantize()).round().clamp(-3, 3)
+    values[139] = values[130]
+    head = BlockScaled(values=values.to(FP8), scales=torch.tensor([[1.0, 2.0], [4.0, 8.0]], device=device))
+    ids = torch.arange(7, 147, device=device)
+    assert torch.equal(ours.draft_best(x, head, ids), reference.draft_best(x, head, ids)), layer.text
+    assert ours.draft_best(x[:0], head, ids).shape == (0, 1)
+
+
 def test_unmeasured_shapes_match_reference(device: torch.device) -> None:
     for dtype in (torch.float32, torch.float16):
         layer = Layer(3, 96, 128, device, dtype)

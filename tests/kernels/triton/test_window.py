@@ -11,9 +11,9 @@ from torch import Tensor
 
 from agentspec.kernels import reference
 from agentspec.kernels import triton as triton_backend
-from agentspec.kernels.slots import OutcomeRows, SlotLimits, SlotState
+from agentspec.kernels.slots import OutcomeRows, RingWindow, SlotLimits, SlotState
 from agentspec.mtp.acceptance import accept
-from agentspec.types import STOP_ID, STOP_LENGTH
+from agentspec.types import STOP_ID, STOP_LENGTH, RingShape
 
 VOCAB_SIZE = 5
 """A small vocabulary, so that drafts often match and stop ids often occur."""
@@ -29,6 +29,7 @@ class Slots:
     slot_ids_B: Tensor
     num_columns: int
     block_tokens: int
+    ring: RingShape
 
     @classmethod
     def random(cls, seed: int, device: torch.device) -> Slots:
@@ -39,6 +40,7 @@ class Slots:
             generator.choice([1, 5, 1030]),
         )
         num_slots, block_tokens = generator.randint(2, 6), generator.choice([16, 64])
+        fold_tokens = RingShape.of(width, block_tokens).fold_tokens
         slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64)
         limits_SF = torch.full((num_slots, SlotLimits.num_fields(num_stop_ids)), -1, dtype=torch.int64)
         slot, limits = SlotState.of(slots_SF), SlotLimits.of(limits_SF)
@@ -48,9 +50,14 @@ class Slots:
             slot.active_B[s] = generator.random() < 0.8 and s < num_slots - 1
             slot.length_B[s] = length
             slot.read_row_B[s] = generator.choice(rows)
+            fold_length = length // fold_tokens * fold_tokens
+            slot.read_length_B[s] = generator.choice([length, length - 1, fold_length, fold_length - fold_tokens])
             slot.num_valid_drafts_B[s] = generator.randint(0, 7)
+            slot.num_copies_B[s] = generator.randint(0, 2)
             slot.checkpoint_rows_B2[s] = torch.tensor(rows[width : width + 2])
-            slot.checkpoint_lens_B2[s] = torch.tensor(generator.choice([[0, 0], [length // 64 * 64, 0], [640, 64]]))
+            slot.checkpoint_lens_B2[s] = torch.tensor(
+                generator.choice([[0, 0], [length // 64 * 64, 0], [fold_length, 64], [640, 64]])
+            )
             slot.tokens_BW[s] = torch.tensor([generator.randrange(VOCAB_SIZE) for _ in range(width)])
             slot.write_rows_BW[s] = torch.tensor(rows[:width])
             limits.length_limit_B[s] = length + generator.choice([2, 3, 5, 9, 10**9])
@@ -68,20 +75,31 @@ class Slots:
             slot_ids_B=torch.tensor(ids, device=device),
             num_columns=generator.randint(1, width),
             block_tokens=block_tokens,
+            ring=RingShape.of(width, block_tokens),
         )
 
 
-def check_open_window(seed: int, device: torch.device) -> None:
+def check_open_window(seed: int, device: torch.device, *, has_ring: bool) -> None:
     case = Slots.random(seed, device)
-    arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns)
+    ring = case.ring if has_ring else None
+    arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns, ring)
     got, expected = triton_backend.open_window(*arguments), reference.open_window(*arguments)
-    for field in ("tokens_BT", "start_B", "read_row_B", "write_rows_BT", "page_table_BP"):
-        torch.testing.assert_close(
-            getattr(got, field), getattr(expected, field), rtol=0, atol=0, msg=lambda text: f"{seed=}: {text}"
-        )
+    pairs = [(got, expected, ("tokens_BT", "start_B", "read_row_B", "write_rows_BT", "page_table_BP"))]
+    if has_ring:
+        pairs.append((got.ring, expected.ring, RingWindow.__slots__))
+    assert (got.ring is not None) == has_ring
+    for window, expected_window, fields in pairs:
+        for field in fields:
+            torch.testing.assert_close(
+                getattr(window, field),
+                getattr(expected_window, field),
+                rtol=0,
+                atol=0,
+                msg=lambda text, field=field: f"{seed=} {field}: {text}",
+            )
 
 
-def check_commit_window(seed: int, forced: bool, device: torch.device) -> set[int]:
+def check_commit_window(seed: int, forced: bool, device: torch.device, *, has_ring: bool = False) -> set[int]:
     """Commit, then publish drafts. Return the stop reasons of the step's slots, and -1 if a slot took a checkpoint."""
     case, generator = Slots.random(seed, device), torch.Generator().manual_seed(seed)
     num_slots, num_drafts = len(case.slot_ids_B), case.num_columns - 1
@@ -102,7 +120,12 @@ def check_commit_window(seed: int, forced: bool, device: torch.device) -> set[in
             tokens_BT = backend.force_acceptance(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, rate_K)
         forced_SF = slots_SF.clone()
         commit = backend.commit_window(
-            slots_SF, case.limits_SF, case.slot_ids_B, tokens_BT, block_tokens=case.block_tokens
+            slots_SF,
+            case.limits_SF,
+            case.slot_ids_B,
+            tokens_BT,
+            block_tokens=case.block_tokens,
+            ring=case.ring if has_ring else None,
         )
         backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
         OutcomeRows.of(commit.outcome_BF).tokens_BT.masked_fill_(~was_active_B[:, None], 0)
@@ -140,14 +163,22 @@ def check_acceptance_rule(case: Slots, chosen_BT: Tensor, outcome: OutcomeRows[T
             assert (outcome.num_accepted_B[place].item(), outcome.stop_B[place].item()) == expected, what
 
 
-def test_open_window_matches_reference(device: torch.device) -> None:
+@pytest.mark.parametrize("has_ring", [False, True], ids=["rows", "ring"])
+def test_open_window_matches_reference(has_ring: bool, device: torch.device) -> None:
     for seed in range(20):
-        check_open_window(seed, device)
+        check_open_window(seed, device, has_ring=has_ring)
 
 
-@pytest.mark.parametrize(("forced", "num_cases"), [(False, 40), (True, 20)], ids=["chosen", "forced"])
-def test_commit_window_matches_reference(forced: bool, num_cases: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("forced", "num_cases", "has_ring"),
+    [
+        pytest.param(False, 40, False, id="chosen"),
+        pytest.param(True, 20, False, id="forced"),
+        pytest.param(False, 60, True, id="ring"),
+    ],
+)
+def test_commit_window_matches_reference(forced: bool, num_cases: int, has_ring: bool, device: torch.device) -> None:
     met: set[int] = set()
     for seed in range(num_cases):
-        met |= check_commit_window(seed, forced, device)
+        met |= check_commit_window(seed, forced, device, has_ring=has_ring)
     assert met == {-1, 0, STOP_ID, STOP_LENGTH}

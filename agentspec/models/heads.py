@@ -1,0 +1,80 @@
+"""The rows of the target head and of the draft head that a rank holds. A single rank holds them all.
+
+Both heads are shared by vocabulary. The target head is cut in equal runs of ids. The draft head's ids lie all over it,
+so each rank drafts from an equal run of these ids, whichever rank has their rows in the target head. The embedding is
+whole on every rank, and a tied head is a view of it.
+
+Shape letters: N rows at a time, O rows of the draft head, V rows of a rank's target head, H hidden size, S ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+
+GATHERED = 2**22
+"""Most values of a rank that one call gathers while a draft head is made."""
+
+
+def rows_of_tied_head(embedding_VH: Tensor, group: kernels.Group | None) -> Tensor:
+    """A rank's rows of a head that is the embedding."""
+    if group is None:
+        return embedding_VH
+    num_rows = len(embedding_VH) // group.size
+    return embedding_VH[group.rank * num_rows : (group.rank + 1) * num_rows]
+
+
+def draft_rows(
+    head_VH: Tensor, embedding_VH: Tensor | None, ids: Sequence[int], num_real: int, group: kernels.Group | None
+) -> tuple[kernels.Plain, Tensor | None]:
+    """A rank's rows of the draft head, and their tokens, int64 [O] (None: row o is token o). The rows are a view of the
+    target head if all real tokens are drafted.
+
+    head_VH: the rank's rows of the target head. embedding_VH: if the head is tied. ids: as in StepModel.limit_drafts.
+    With several ranks, all must call this with the same ids."""
+    device = head_VH.device
+    first = 0 if group is None else group.rank * len(head_VH)
+    last_first = 0 if group is None else (group.size - 1) * len(head_VH)
+    if len(ids) == num_real > last_first:
+        num_mine = min(num_real - first, len(head_VH))
+        ids_O = None if group is None else torch.arange(first, first + num_mine, device=device)
+        return kernels.Plain(head_VH[:num_mine]), ids_O
+    mine = _share(len(ids), group)
+    ids_O = torch.tensor(ids[mine], dtype=torch.int64, device=device)
+    if group is None or embedding_VH is not None:
+        # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
+        return kernels.Plain(head_VH if embedding_VH is None else embedding_VH).select_rows(ids_O), ids_O
+    return kernels.Plain(_gathered_rows(head_VH, ids, mine, group)), ids_O
+
+
+def _share(num_ids: int, group: kernels.Group | None) -> slice:
+    """A rank's run of the draft head's ids: all equal but the last, in whole blocks of multipliers if every rank then
+    has some. With too few ids the last ranks repeat the last id, so that every rank has one."""
+    if group is None:
+        return slice(0, num_ids)
+    each = -(-num_ids // group.size)
+    in_blocks = -(-each // kernels.SCALE_BLOCK) * kernels.SCALE_BLOCK
+    if in_blocks * (group.size - 1) < num_ids:
+        each = in_blocks
+    first = min(group.rank * each, num_ids - 1)
+    return slice(first, min(first + each, num_ids))
+
+
+def _gathered_rows(head_VH: Tensor, ids: Sequence[int], mine: slice, group: kernels.Group) -> Tensor:
+    """Rows `mine` of the ids' rows, [O, H]. Ranks show each other all rows, and each keeps its own."""
+    (num_rows, hidden), device = head_VH.shape, head_VH.device
+    rows_OH = head_VH.new_empty(mine.stop - mine.start, hidden)
+    size = max(1, GATHERED // hidden)
+    for first in range(0, len(ids), size):
+        ids_N = torch.tensor(ids[first : first + size], dtype=torch.int64, device=device)
+        shown_NH = head_VH[(ids_N - group.rank * num_rows).clamp(0, num_rows - 1)]
+        all_NSH = group.gather_columns(shown_NH.float()).view(len(ids_N), group.size, hidden)
+        start, stop = max(mine.start, first), min(mine.stop, first + len(ids_N))
+        if start < stop:
+            place_N = torch.arange(start - first, stop - first, device=device)
+            rows_OH[start - mine.start : stop - mine.start] = all_NSH[place_N, ids_N[place_N] // num_rows]
+    return rows_OH

@@ -1,0 +1,251 @@
+"""One rank of the exchange tests, in Triton's interpreter: `python -m tests.kernels.triton.exchange_rank SCENE RANK
+RANKS SEED COUNT DIRECTORY`, with TRITON_INTERPRET=1.
+
+The directory has the files of the ranks' buffers. Every rank draws the same exchanges from the seed and checks its own
+results. Between the steps of a kernel it hands its core over a random number of times, and behind an exchange it
+poisons the slots that the protocol calls free: a peer that pushes too early, or a read of anything stale, shows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor, distributed
+from triton.runtime import interpreter
+
+from agentspec.kernels import GatheredGroup
+from agentspec.kernels.peer_memory import NUM_HALVES, Channel, ExchangeLayout, PeerMemory
+from agentspec.kernels.triton.exchange import ExchangeGroup
+from tests.kernels.triton.poison import poison
+from tests.kernels.triton.quick_interpreter import make_quick
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def small_layout(ranks: int) -> ExchangeLayout:
+    """Shares of more than one block, and several rounds at a few hundred elements."""
+    return ExchangeLayout(
+        ranks=ranks,
+        programs=3,
+        one_shot_elements=400,
+        two_shot_elements=600,
+        gather_elements=1200,
+        winner_programs=2,
+        winners_a_program=2,
+        block=32,
+    )
+
+
+class RankUnderTest:
+    def __init__(self, rank: int, ranks: int, seed: int, directory: Path) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.layout = small_layout(ranks)
+        self.memory = PeerMemory.of_files(rank, self.layout, directory)
+        self.group = ExchangeGroup(self.memory, self.layout)
+        self.choices = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        """Drawn from by all ranks alike."""
+        self.num_order_matters = 0
+
+    def normal(self, *shape: int) -> Tensor:
+        """Values of very different sizes."""
+        exponents = torch.randint(-6, 7, shape, generator=self.generator)
+        return torch.randn(shape, generator=self.generator) * 2.0**exponents
+
+    def check_sum(self, reference: GatheredGroup | None, num_elements: int) -> None:
+        width = self.choices.choice([1, 5, 16, 80])
+        shape = (-(-num_elements // width), width)
+        dtype, partial_dtype = self.choices.choice(DTYPES), self.choices.choice(DTYPES)
+        residual_NH = self.normal(*shape).to(dtype)
+        parts = [self.normal(*shape).to(partial_dtype) for _ in range(self.ranks)]
+        expected_NH = rank_order_sum(residual_NH, parts)
+        self.num_order_matters += not torch.equal(expected_NH, rank_order_sum(residual_NH, parts[::-1]))
+        if reference is not None:
+            gathered_NH, _ = reference.add_partial(residual_NH.clone(), parts[self.rank], None)
+            assert torch.equal(gathered_NH, expected_NH)
+        sum_NH, normed = self.group.add_partial(residual_NH, parts[self.rank].clone(), None)
+        assert normed is None
+        assert sum_NH is residual_NH
+        assert torch.equal(sum_NH, expected_NH), (shape, dtype, partial_dtype)
+        one_shot = residual_NH.numel() <= self.layout.one_shot_limit
+        self.poison_free_slots(self.layout.one_shot if one_shot else self.layout.two_shot)
+
+    def check_winners(self) -> None:
+        num_rows, width = self.choices.randint(1, 11), self.choices.choice([3, 40, 5000])
+        logits = self.normal(num_rows, width * self.ranks).round()  # rounded: many ties
+        logits[self.choices.randrange(num_rows), self.choices.randrange(width)] = -torch.inf
+        if self.choices.random() < 0.3:
+            logits[torch.rand(logits.shape, generator=self.generator) < 0.02] = torch.nan
+        vocab_size = logits.shape[1] - self.choices.choice([0, 1, width])
+        ids = torch.arange(logits.shape[1])
+        if consecutive := self.choices.random() < 0.5:
+            mine: Tensor | int = width * self.rank
+        else:
+            ids = ids[torch.randperm(len(ids), generator=self.generator)]
+            mine = ids[width * self.rank :][:width].contiguous()
+        part = logits[:, width * self.rank :][:, :width]
+        tokens_N = self.group.winners(part if consecutive else part.contiguous(), mine, vocab_size)
+        assert tokens_N.tolist() == [best_token(row, ids.tolist(), vocab_size) for row in logits.tolist()]
+        self.poison_free_slots(self.layout.winners)
+
+    def check_gather(self) -> None:
+        num_rows, dtype = self.choices.randint(1, 5), self.choices.choice(DTYPES)
+        widths = [self.choices.choice([1, 7, 128, 300]) for _ in range(self.ranks)]
+        bounds = [sum(widths[:rank]) for rank in range(self.ranks + 1)]
+        vocab_size = bounds[-1] - self.choices.choice([0, 1, 9, bounds[-1] // 2])
+        logits = self.normal(num_rows, bounds[-1]).to(dtype)
+        part = logits[:, bounds[self.rank] : bounds[self.rank + 1]]
+        out = self.group.gather(part, torch.tensor(bounds), max(widths), max(vocab_size, 1))
+        assert torch.equal(out, logits[:, : max(vocab_size, 1)]), (num_rows, widths, vocab_size)
+        self.poison_free_slots(self.layout.gather)
+
+    def poison_free_slots(self, channel: Channel) -> None:
+        """Poison the half of the last epoch: peers write it again only once they have seen a flag of the next one."""
+        epochs = self.memory.buffer[channel.begin :][: 8 * channel.programs].view(torch.int64)
+        assert epochs.min() == epochs.max(), "all programs advance, idle ones too"
+        slots = self.memory.buffer[channel.slots : channel.end].view(channel.phases, NUM_HALVES, -1)
+        slots[:, int(epochs[0]) % NUM_HALVES] = 255
+
+
+def rank_order_sum(residual_NH: Tensor, parts: list[Tensor]) -> Tensor:
+    total_NH = parts[0].float()
+    for part_NH in parts[1:]:
+        total_NH = total_NH + part_NH.float()
+    return (residual_NH.float() + total_NH).to(residual_NH.dtype)
+
+
+def best_token(row: list[float], ids: list[int], vocab_size: int) -> int:
+    def order(index: int) -> tuple[bool, float, int]:
+        is_nan = row[index] != row[index]
+        return is_nan, 0.0 if is_nan else row[index], -ids[index]
+
+    return ids[max((index for index, token in enumerate(ids) if token < vocab_size), key=order)]
+
+
+def hand_over_at_random(patch: pytest.MonkeyPatch, generator: random.Random) -> None:
+    """Give the core away before some of the interpreter's stores and atomics, and sometimes for long."""
+
+    def disturbed(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if generator.random() < 0.1:
+                for _ in range(generator.choice([1, 10, 300])):
+                    os.sched_yield()
+            return original(*args, **kwargs)
+
+        return run
+
+    for name in ("create_masked_store", "create_atomic_rmw"):
+        patch.setattr(interpreter.InterpreterBuilder, name, disturbed(getattr(interpreter.InterpreterBuilder, name)))
+
+
+def round_to_nearest(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round float32 to bfloat16 as a GPU does: it truncates."""
+    original = interpreter.InterpreterBuilder.create_fp_trunc
+
+    def rounded(builder: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return original(builder, source, target)
+        bits = torch.from_numpy(np.atleast_1d(source.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits.reshape(source.data.shape), target.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounded)
+
+
+def mixed(under_test: RankUnderTest, count: int, directory: Path) -> None:
+    """Exchanges of all kinds, in a random order. The gathered sums are compared with gloo's as well."""
+    store = distributed.FileStore(str(directory / "meeting"), under_test.ranks)  # type: ignore[attr-defined]
+    distributed.init_process_group(
+        "gloo", store=store, rank=under_test.rank, world_size=under_test.ranks, timeout=timedelta(seconds=60)
+    )
+    assert distributed.group.WORLD is not None
+    reference = GatheredGroup(distributed.group.WORLD)
+    for index in range(count):
+        kind = under_test.choices.choice(["small", "small", "large", "large", "winners", "gather"])
+        if kind == "winners":
+            under_test.check_winners()
+        elif kind == "gather":
+            under_test.check_gather()
+        else:
+            limit = under_test.layout.one_shot_limit
+            size = under_test.choices.randint(1, limit) if kind == "small" else under_test.choices.randint(limit, 1500)
+            # A gathering also brings the ranks together, which hides mistakes: so not always.
+            under_test.check_sum(reference if index % 8 == 0 else None, size)
+    assert under_test.num_order_matters > 0 or under_test.ranks == 2
+    assert int(under_test.group.aborted) == 0
+    distributed.destroy_process_group()
+
+
+def abort(under_test: RankUnderTest, count: int, directory: Path) -> None:
+    """The last rank is killed after some exchanges. The others are freed by the abort word, and keep their
+    residuals."""
+    for _ in range(count):
+        under_test.check_sum(None, under_test.choices.randint(1, 800))
+    if under_test.rank == under_test.ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group = under_test.group
+    for num_elements in (64, 64, 900):
+        residual_NH = under_test.normal(num_elements // 16, 16)
+        before_NH = residual_NH.clone()
+        group.add_partial(residual_NH, torch.ones_like(residual_NH), None)
+        assert torch.equal(residual_NH, before_NH)
+        assert int(group.aborted) == 1
+    logits_NW = under_test.normal(3, 40)
+    assert group.winners(logits_NW, 40 * under_test.rank, 1000).tolist() == [
+        40 * under_test.rank + token for token in logits_NW.argmax(1).tolist()
+    ]
+    assert group.gather(logits_NW, torch.arange(under_test.ranks + 1) * 40, 40, 80).shape == (3, 80)
+
+
+def freed_rank_sets_no_flags(under_test: RankUnderTest, count: int, directory: Path) -> None:
+    """One rank alone, aborted from the start: the first exchange sets flags, since all is well until it waits. The
+    next ones must not."""
+    flags = [
+        PeerMemory.of_files(peer, under_test.layout, directory).buffer[channel.flags : channel.slots]
+        for peer in range(under_test.ranks)
+        if peer != under_test.rank
+        for channel in (under_test.layout.one_shot, under_test.layout.two_shot)
+    ]
+    under_test.memory.abort.fill_(1)
+    residual_NH = torch.zeros(4, 16)
+    under_test.group.add_partial(residual_NH, residual_NH.clone(), None)
+    assert any(flag.any() for flag in flags)
+    before = [flag.clone() for flag in flags]
+    for num_elements in (64, 900, 64):
+        residual_NH = torch.zeros(num_elements // 16, 16)
+        under_test.group.add_partial(residual_NH, residual_NH.clone(), None)
+    assert all(torch.equal(flag, old) for flag, old in zip(flags, before, strict=True))
+
+
+SCENES = {scene.__name__: scene for scene in (mixed, abort, freed_rank_sets_no_flags)}
+
+
+def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    under_test = RankUnderTest(rank, ranks, seed, directory)
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        make_quick(patch)
+        round_to_nearest(patch)
+        hand_over_at_random(patch, random.Random(seed * ranks + rank))
+        patch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+        try:
+            SCENES[scene](under_test, count, directory)
+        except BaseException:
+            under_test.memory.abort.fill_(1)  # the other ranks would wait for this one
+            raise
+
+
+if __name__ == "__main__":
+    scene, *numbers, path = sys.argv[1:]
+    rank, ranks, seed, count = map(int, numbers)
+    main(scene, rank, ranks, seed, count, Path(path))

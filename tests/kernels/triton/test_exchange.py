@@ -1,0 +1,112 @@
+"""The exchange kernels between processes on a CPU, in Triton's interpreter, over buffers in shared files
+(exchange_rank.py). The interpreter runs the programs of a kernel one after the other, so a program that waits for
+another program's flag would hang. It has no weak memory: `test_exchange_ptx.py` looks at what is compiled."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentspec.errors import ConfigError
+from agentspec.kernels import Group
+from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
+from agentspec.kernels.triton.exchange import ExchangeGroup
+from tests.kernels.triton.exchange_rank import small_layout
+
+PATIENCE = 100
+"""Seconds until a hang is a failure."""
+
+
+@contextmanager
+def rank_processes(
+    scene: str, ranks: int, directory: Path, *, count: int, only: int | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    seed = random.randrange(2**31)
+    print(f"{seed=}")
+    create_files(small_layout(ranks), directory)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kernels.triton.exchange_rank", scene]
+    processes = [
+        subprocess.Popen([*command, *map(str, (rank, ranks, seed, count, directory))], env=environment)
+        for rank in range(ranks)
+        if only in (None, rank)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_results_equal_the_reference_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    with rank_processes("mixed", ranks, tmp_path, count=24 if ranks == 2 else 12) as processes:
+        assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path) -> None:
+    with rank_processes("abort", ranks, tmp_path, count=5) as processes:
+        assert processes[-1].wait(PATIENCE) == -signal.SIGKILL
+        assert all(process.poll() is None for process in processes[:-1])
+        PeerMemory.of_files(0, small_layout(ranks), tmp_path).abort.fill_(1)
+        assert [process.wait(PATIENCE) for process in processes[:-1]] == [0] * (ranks - 1)
+
+
+def test_freed_rank_never_sets_a_flag_again(tmp_path: Path) -> None:
+    with rank_processes("freed_rank_sets_no_flags", 3, tmp_path, count=0, only=1) as (process,):
+        assert process.wait(PATIENCE) == 0
+
+
+def spans(channel: Channel) -> list[tuple[int, int]]:
+    """Begin and end of everything that a channel keeps."""
+    regions = channel.phases * 2 * channel.ranks * channel.programs
+    return [
+        (channel.begin, channel.begin + 8 * channel.programs),
+        (channel.flags, channel.flags + channel.phases * channel.programs * FLAG_LINE),
+        *((begin := channel.slots + index * channel.region, begin + channel.region) for index in range(regions)),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+def test_nothing_in_a_buffer_overlaps(ranks: int) -> None:
+    for layout in (ExchangeLayout(ranks=ranks), small_layout(ranks)):
+        channels = (layout.one_shot, layout.two_shot, layout.gather, layout.winners)
+        found = sorted([(0, 8), *(span for channel in channels for span in spans(channel))])
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
+        assert found[-1][1] <= layout.num_bytes
+        assert all(value % ALIGNMENT == 0 for channel in channels for value in (channel.slots, channel.region))
+        assert layout.one_shot.region * layout.one_shot.programs >= 4 * layout.one_shot_limit
+        assert layout.num_bytes < 2**27, "constants of the kernels are 32-bit"
+
+
+def test_impossible_groups_are_refused() -> None:
+    for ranks in (1, 17):
+        with pytest.raises(ConfigError, match="ranks"):
+            ExchangeLayout(ranks=ranks)
+    two, three = ExchangeLayout(ranks=2), ExchangeLayout(ranks=3)
+    with pytest.raises(ValueError, match="ranks"):
+        ExchangeGroup(PeerMemory.of_one_process(two, torch.device("cpu"))[0], three)
+
+
+def test_ranks_of_one_process_know_each_other() -> None:
+    layout = small_layout(3)
+    views = PeerMemory.of_one_process(layout, torch.device("cpu"))
+    assert [view.rank for view in views] == [0, 1, 2]
+    for view in views:
+        assert view.table_R.tolist() == [*(peer.buffer.data_ptr() for peer in views), views[0].abort.data_ptr()]
+        assert view.buffer.shape == (layout.num_bytes,)
+        assert not view.buffer.any()
+    groups: list[Group] = [ExchangeGroup(view, layout) for view in views]
+    assert [group.size for group in groups] == [3, 3, 3]
