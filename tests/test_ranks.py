@@ -134,61 +134,57 @@ def crowd(made: Engine) -> list[Answer]:
     return [read(made.events(one.request_id)) for one in asked]
 
 
-MODELS: dict[str, Family] = {"dense": "dense", "mixture": "moe", "mixture, packed projections": "next"}
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "full_attention_interval": 2,
-    "tied": True,
     "vision": False,
     "vocab_size": 320,
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "model", MODELS[name], **SMALL)
-    answers = {}
+def test_two_ranks_give_the_tokens_of_one_whatever_the_engine_does(tmp_path: Path) -> None:
+    """Drafts, cache hits, preemption, fetches from the host, penalties, a grammar, and log-probabilities. The head has
+    weights of its own, which the ranks share too."""
+    model = write_checkpoint(tmp_path / "model", "dense", **SMALL)
+    write_text_assets(model)
+    sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=12)
+    grammar = Grammar(kind="regex", source="[a-c]{3,9}")
+    answers, scores = {}, {}
     for ranks in (1, 2):
         with engine(replace(TINY, model=str(model)), TIGHT, ranks) as made:
             answers[ranks] = crowd(made) + conversations(made, seed=SEED)
+            constrained = Submit(request_id="g", prompt_ids=[5, 6, 7], sampling=sampled, grammar=grammar)
+            answers[ranks].append(read(made.stream(constrained)))
+            *_, end = made.stream(Submit(request_id="s", prompt_ids=[5, 6, 7, 8], sampling=sampled, prompt_logprobs=1))
+            assert isinstance(end, FinishEvent)
+            assert end.prompt_scores is not None
+            scores[ranks] = [score.logprob for score in end.prompt_scores]
             metrics, stats = parts_of(made).loop.metrics, parts_of(made).cache.stats()
             assert metrics.preemptions > 0
             assert metrics.drafted_tokens > 0
             assert metrics.cached_tokens > 0
             assert stats["host_copies_fetched"] > 0
     assert answers[2] == answers[1]
+    assert scores[2] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_four_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
-    """With two key/value heads, each held by two ranks."""
-    model = write_checkpoint(tmp_path / "model", "dense", linear_num_key_heads=4, linear_num_value_heads=8, **SMALL)
+MODELS: dict[str, tuple[Family, int, dict[str, Any], dict[str, Any]]] = {
+    "mixture, rings and copies": ("moe", 2, {}, {"state_form": "ring", "copy_drafts": 2}),
+    "mixture, packed projections": ("next", 2, {}, {}),
+    "key/value heads on two ranks each": ("dense", 4, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, {}),
+}
+"""By name: the family, how many ranks, and settings of the model and of the engine."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_give_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
+    family, count, overrides, settings = MODELS[name]
+    model = write_checkpoint(tmp_path / "model", family, **SMALL, **overrides)
     answers = {}
-    for ranks in (1, 4):
-        with engine(replace(TINY, model=str(model)), MEMORY, ranks) as made:
-            answers[ranks] = conversations(made, seed=2, turns=1, sessions=2)
-    assert answers[4] == answers[1]
-
-
-def test_grammars_and_scores_work_under_ranks(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "model", "dense", **SMALL)
-    write_text_assets(model)
-    grammar = Grammar(kind="regex", source="[a-c]{3,9}")
-    answers = {}
-    for ranks in (1, 2):
-        with engine(replace(TINY, model=str(model)), MEMORY, ranks) as made:
-            sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=12)
-            ids, reason = read(
-                made.stream(Submit(request_id="g", prompt_ids=[5, 6, 7], sampling=sampled, grammar=grammar))
-            )
-            scored = list(
-                made.stream(Submit(request_id="s", prompt_ids=[5, 6, 7, 8], sampling=sampled, prompt_logprobs=1))
-            )
-            last = scored[-1]
-            assert isinstance(last, FinishEvent)
-            assert last.prompt_scores is not None
-            answers[ranks] = ids, reason, [score.logprob for score in last.prompt_scores]
-    assert answers[2][:2] == answers[1][:2]
-    assert answers[2][2] == pytest.approx(answers[1][2], abs=1e-4)
+    for ranks in (1, count):
+        with engine(replace(TINY, model=str(model), **settings), MEMORY, ranks) as made:
+            answers[ranks] = conversations(made, seed=2, turns=4 // count, sessions=2)
+    assert answers[count] == answers[1]
 
 
 # --- ends ---

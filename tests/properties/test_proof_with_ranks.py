@@ -10,7 +10,7 @@ from tests.fakes.ranks import FAULTY, hash_chain_dir
 from tests.properties.engine_proof import Proof
 from tests.properties.engine_setup import EngineSetup
 
-SEEDS = (1083, 10)
+SEEDS = (1083, 3026)
 TURNS = 60
 LEAST = {"hit TURN": 1, "copied to the host": 1, "fetched": 1, "preempted in DECODE": 1, "windows ride": 1}
 
