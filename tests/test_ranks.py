@@ -253,11 +253,12 @@ def test_a_stopped_rank_ends_every_request_with_one_error() -> None:
         ("token", f"rank 1 and rank 0 differ in plan {PLANTED_PLAN}: slot 1 had another outcome"),
         ("error", "rank 1 failed: ValueError: planted"),
         ("exit", "rank 1 ended with exit status 5"),
+        ("hang", f"rank 1 is stuck: it has not finished step {PLANTED_PLAN} in"),
     ],
 )
 def test_a_faulty_rank_is_named(fault: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANTED, fault)
-    ends_after(FAULTY, None, expected=expected)
+    ends_after(replace(FAULTY, late_seconds=3.0) if fault == "hang" else FAULTY, None, expected=expected)
 
 
 def test_an_idle_engine_notices_the_end_of_a_rank() -> None:

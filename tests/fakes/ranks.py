@@ -7,6 +7,7 @@ whole. PLANTED names a fault of rank 1 in its plan PLANTED_PLAN.
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def alter(number: int, outcome: StepOutcome) -> None:
         outcome.slots[-1].emitted[-1] += 1
     elif os.environ.get(PLANTED) == "error":
         raise ValueError("planted")
+    elif os.environ.get(PLANTED) == "hang":
+        threading.Event().wait()
     elif os.environ.get(PLANTED) == "exit":
         os._exit(5)
 
