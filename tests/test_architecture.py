@@ -134,6 +134,8 @@ ENGINE_FLAGS = {
     "--dtype",
     "--tensor-parallel",
     "--draft-tokens",
+    "--copy-drafts",
+    "--state-form",
     "--draft-vocab",
     "--draft-precision",
     "--token-counts",

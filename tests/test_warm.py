@@ -37,6 +37,17 @@ print(json.dumps({
 }))
 """
 
+RINGS_LISTED = """
+from agentspec.engine import bundled
+from agentspec import kernels
+from agentspec.engine.assembly import rehearsal
+from agentspec.config import EngineConfig
+compiler = kernels.compiler()
+compiler.use_machine(kernels.Machine(capability=(9, 0), num_multiprocessors=132))
+config = EngineConfig(max_running=2, draft_tokens=1, state_form="ring")
+print(*{variant.function for variant in rehearsal(config, bundled.DIRECTORY).variants(compiler)})
+"""
+
 
 @NO_GPU
 @pytest.mark.parametrize(
@@ -92,3 +103,12 @@ def test_triton_finds_every_kernel_that_a_rehearsal_lists(tmp_path: Path) -> Non
         forwards["functions"]
     )
     assert forwards["notes"] == [True, False]
+
+
+def test_rehearsal_with_rings_lists_their_kernels() -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", RINGS_LISTED]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert {"_gated_delta_ring_step", "_fold_hidden", "_open_window", "_commit_window"} <= set(listed)
+    assert "_gated_delta_step" not in listed

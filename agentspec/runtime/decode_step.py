@@ -9,7 +9,7 @@ sequence, F fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import OutcomeRows, Window
+from agentspec.kernels.slots import Window
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
-from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
 from agentspec.runtime.sampler import choose, count_emitted
-from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import StepBuffers
 
 
@@ -151,57 +149,3 @@ def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
     if forward is Forward.PREFILLED:
         return model.read_hidden(window.read_row_B)[:, None].repeat(1, window.tokens_BT.shape[1], 1)
     return model.window_hidden(verify_batch(window))
-
-
-def score_result(result: StepResult) -> ScoreRows:
-    """Scores of the token chosen after each column: row b * T + t is column t of slot b."""
-    tokens_BT = OutcomeRows.of(result.outcome_BF).tokens_BT
-    return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
-
-
-def read_result(
-    outcome_BF: Tensor,
-    scores: ScoreRows | None,
-    slots: Sequence[int],
-    alternatives: Sequence[int | None],
-    drafts_Bk: Tensor | None = None,
-    *,
-    max_mtp_drafts: int,
-) -> list[SlotOutcome]:
-    """Convert a step's result to one outcome per slot, in the order of `slots`; waits for the device.
-
-    scores: from `score_result`; None: no slot wants scores. alternatives: for each of `slots`, how many alternatives
-    come with each emitted token's score; None: no scores. drafts_Bk: the slots' drafts, int64; None: not wanted.
-    max_mtp_drafts: drafts beyond this many are copies."""
-    rows = OutcomeRows.of(outcome_BF.numpy())
-    num_emitted_B, tokens_BT, num_valid_B = (
-        rows.num_emitted_B.tolist(),
-        rows.tokens_BT.tolist(),
-        rows.num_valid_drafts_B.tolist(),
-    )
-    num_columns = rows.tokens_BT.shape[1]
-    outcomes = []
-    for place, slot in enumerate(slots):
-        emitted_scores = None
-        if (wanted := alternatives[place]) is not None:
-            assert scores is not None
-            emitted_scores = scores.read(place * num_columns, place * num_columns + num_emitted_B[place], wanted)
-        (newer_row, older_row), (newer_len, older_len) = (
-            rows.checkpoint_rows_B2[place].tolist(),
-            rows.checkpoint_lens_B2[place].tolist(),
-        )
-        outcomes.append(
-            SlotOutcome(
-                slot=slot,
-                emitted=tokens_BT[place][: num_emitted_B[place]],
-                num_drafted=int(rows.num_offered_B[place]),
-                num_accepted=int(rows.num_accepted_B[place]),
-                stop=int(rows.stop_B[place]),
-                length=int(rows.length_B[place]),
-                checkpoints=((newer_row, newer_len), (older_row, older_len)),
-                matched=num_valid_B[place] > max_mtp_drafts,
-                drafts=[] if drafts_Bk is None else drafts_Bk[place, : num_valid_B[place]].tolist(),
-                scores=emitted_scores,
-            )
-        )
-    return outcomes

@@ -32,13 +32,11 @@ from agentspec.runtime.decode_step import (
     StepResult,
     decode_step,
     open_windows,
-    read_result,
-    score_result,
     verify_batch,
 )
 from agentspec.runtime.forcing import Forcing
 from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
-from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import SlotJoin, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
 from agentspec.runtime.prefill_graphs import (
     CHUNK_SIZES,
@@ -52,36 +50,11 @@ from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
+from agentspec.runtime.step_results import SlotResults, score_result, to_host
 from agentspec.types import DraftSource, Progress, RingShape, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Results:
-    """A step's results for some slots, in host memory. Complete when the step is done."""
-
-    slots: Sequence[int]
-    alternatives: Sequence[int | None]
-    """For each slot: how many alternatives come with an emitted token's score; None: no scores."""
-    outcome_BF: Tensor
-    """See decode_step.StepResult."""
-    drafts_Bk: Tensor | None
-    """int64. Drafts of the slots' next windows. None: no slot is constrained."""
-    max_mtp_drafts: int
-    scores: ScoreRows | None
-    """Of the emitted tokens. None: no slot wants scores."""
-
-    def read(self) -> list[SlotOutcome]:
-        return read_result(
-            self.outcome_BF,
-            self.scores,
-            self.slots,
-            self.alternatives,
-            self.drafts_Bk,
-            max_mtp_drafts=self.max_mtp_drafts,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +68,7 @@ class StepTicket:
     decode: tuple[Moment, Moment] | None
     """Before and after the decode part."""
     done: Moment
-    results: Sequence[_Results]
+    results: Sequence[SlotResults]
     """Of first steps, then of the decode part."""
     chunk_scores: dict[str, ScoreRows]
     """By request id; on the device."""
@@ -449,7 +422,7 @@ class ModelExecutor:
         """(sampled, constrained) of a step over `slots`."""
         return any(self._needs_sampler[slot] for slot in slots), any(slot in plan.masks for slot in slots)
 
-    def _results(self, slots: Sequence[int], result: StepResult) -> _Results:
+    def _results(self, slots: Sequence[int], result: StepResult) -> SlotResults:
         """Start copying a step's results to the host."""
         alternatives = [self._alternatives[slot] for slot in slots]
         drafts_Bk = None
@@ -457,13 +430,13 @@ class ModelExecutor:
             slot_ids_B = stage(slots, torch.int64, self._device)
             drafts_Bk = SlotState.of(self._buffers.slots_SF.index_select(0, slot_ids_B)).tokens_BW[:, 1:]
         is_scored = any(wanted is not None for wanted in alternatives)
-        return _Results(
+        return SlotResults(
             slots=tuple(slots),
             alternatives=alternatives,
-            outcome_BF=_to_host(result.outcome_BF),
-            drafts_Bk=None if drafts_Bk is None else _to_host(drafts_Bk),
+            outcome_BF=to_host(result.outcome_BF),
+            drafts_Bk=None if drafts_Bk is None else to_host(drafts_Bk),
             max_mtp_drafts=self._buffers.max_mtp_drafts,
-            scores=score_result(result).map(_to_host) if is_scored else None,
+            scores=score_result(result).map(to_host) if is_scored else None,
         )
 
     def _step(
@@ -506,12 +479,6 @@ class ModelExecutor:
 
 def _is_scored(plan: StepPlan) -> bool:
     return any(chunk.score_top is not None for chunk in plan.chunks)
-
-
-def _to_host(result: Tensor) -> Tensor:
-    """Start a copy to newly allocated host memory."""
-    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
-    return host.copy_(result, non_blocking=True)
 
 
 def _seconds_between(started: Moment, done: Moment) -> float:

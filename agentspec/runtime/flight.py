@@ -25,7 +25,7 @@ class Flight:
     differ between runs."""
     shape: WindowShape = NO_DRAFTS
     """Of its windows."""
-    matched: frozenset[int] = frozenset()
+    matched: frozenset[int | None] = frozenset()
     """Slots that counted as matched when the shape was chosen."""
     copies: CopyOrders = field(default_factory=CopyOrders)
     """Started before the plan. Nothing in the plan waits for them."""

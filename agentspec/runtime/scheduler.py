@@ -120,9 +120,7 @@ class Scheduler:
         joined = self._plan_prefill(flight)
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         if decoding or joined:
-            flight.matched = frozenset(
-                request.slot for request in decoding if request.matched and request.slot is not None
-            )
+            flight.matched = frozenset(request.slot for request in decoding if request.matched)
             flight.shape = choose_shape(len(decoding) or len(joined), len(flight.matched))
             flight.plan.num_drafted = flight.shape.num_drafted
             assert 0 <= flight.plan.num_drafted <= self._max_draft_tokens

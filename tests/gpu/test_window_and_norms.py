@@ -38,6 +38,8 @@ def test_window_kernels_match_reference(cuda: torch.device, monkeypatch: pytest.
         window_checks.check_open_window(seed, cuda)
         window_checks.check_commit_window(seed, False, cuda)
         window_checks.check_commit_window(seed, True, cuda)
+        window_checks.check_open_window(seed, cuda, has_ring=True)
+        window_checks.check_commit_window(seed, False, cuda, has_ring=True)
 
 
 def test_captured_window_advances_with_every_replay(cuda: torch.device) -> None:

@@ -38,8 +38,6 @@ from agentspec.types import (
     CheckpointKind,
     FinishReason,
     SamplingParams,
-    SlotResult,
-    WindowShape,
     rows_of_request,
 )
 from agentspec.wire import FinishEvent, Submit, TokensEvent
@@ -47,6 +45,7 @@ from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver, poison
+from tests.properties.engine_setup import RandomWindow
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -100,19 +99,6 @@ class Clock:
         return self.now
 
 
-class RandomDepth:
-    """A window policy that chooses k at random."""
-
-    def __init__(self, max_draft_tokens: int, seed: int) -> None:
-        self._max, self._rng = max_draft_tokens, random.Random(seed)
-
-    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
-        return WindowShape(self._rng.randint(0, self._max))
-
-    def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
-        """Do nothing: random choices learn nothing."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSetup:
     """Settings of one engine."""
@@ -140,6 +126,8 @@ class EngineSetup:
     """Share of requests with a forced output."""
     has_ring: bool = False
     """Slots have rings."""
+    max_copies: int = 0
+    """Copies behind the MTP drafts."""
 
     @classmethod
     def random(cls, rng: random.Random, *, tight: bool = False) -> EngineSetup:
@@ -162,7 +150,11 @@ class EngineSetup:
 
     @property
     def max_length(self) -> int:
-        return min(self.max_context, longest_sequence(self.num_pages, self.max_draft_tokens, BLOCK_TOKENS))
+        return min(self.max_context, longest_sequence(self.num_pages, self.max_drafts, BLOCK_TOKENS))
+
+    @property
+    def max_drafts(self) -> int:
+        return self.max_draft_tokens + self.max_copies
 
 
 def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None = None) -> Assembly:
@@ -172,6 +164,7 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
         model,
         config=EngineConfig(
             draft_tokens=k,
+            copy_drafts=setup.max_copies,
             state_form="ring" if setup.has_ring else "rows",
             prefix_cache=setup.prefix_cache,
             overlap=setup.overlap,
@@ -180,13 +173,15 @@ def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None
             allow_forced_output=setup.forced_share > 0,
         ),
         memory=MemoryPlan(
-            num_rows=2 + setup.max_running * rows_of_request(k, has_ring=setup.has_ring) + setup.spare_rows,
+            num_rows=2
+            + setup.max_running * rows_of_request(setup.max_drafts, has_ring=setup.has_ring)
+            + setup.spare_rows,
             num_pages=setup.num_pages,
             max_length=setup.max_length,
             host=setup.host_memory,
         ),
         device=model.device,
-        window_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
+        window_policy=RandomWindow(k, setup.max_copies, random.Random(setup.seed)) if setup.random_depth else None,
         clock=clock or Clock(),
     )
     poison(model)

@@ -40,7 +40,14 @@ SETUPS = {
 RINGS = {
     "rings": EngineSetup(seed=11, max_draft_tokens=15, random_depth=True, prefill_budget=130, has_ring=True),
     "rings, tight": EngineSetup(
-        seed=8, max_draft_tokens=7, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10, has_ring=True
+        seed=8,
+        max_draft_tokens=3,
+        max_copies=12,
+        prefill_budget=99,
+        max_running=3,
+        spare_rows=4,
+        num_pages=10,
+        has_ring=True,
     ),
 }
 

@@ -51,10 +51,12 @@ def test_stream_equals_turn_run_alone(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     checkpoint = write_agreeing_checkpoint(tmp_path / "checkpoint", case.family, **case.overrides)
     rng, reference = random.Random(case.seed), alone(checkpoint, loader=case.loader)
-    num_drafted = num_accepted = num_steps_with_three = num_resumed = num_stops_inside = num_preempted = 0
+    num_drafted = num_accepted = num_copied = num_steps_with_three = num_resumed = num_stops_inside = num_preempted = 0
     for number in range(case.num_setups):
         has_ring = number % 2 == 1 and case.loader is load
         setup = replace(EngineSetup.random(rng, tight=case.tight), has_ring=has_ring)
+        if has_ring:
+            setup = replace(setup, max_copies=min(12, 15 - setup.max_draft_tokens))
         simulation = Simulation(
             setup, checkpoint, num_agents=case.agents_each, sampled=case.sampled, loader=case.loader
         )
@@ -68,11 +70,14 @@ def test_stream_equals_turn_run_alone(name: str, tmp_path: Path) -> None:
             spec = turn.ended.usage.spec
             num_drafted += spec.num_drafted
             num_accepted += spec.num_accepted
+            num_copied += sum(spec.accepted_by_position[setup.max_draft_tokens :])
             num_steps_with_three += sum(spec.histogram[3:])
             num_resumed += turn.ended.usage.cached_tokens > 0
             num_stops_inside += turn.stopped_inside_a_window
         num_preempted += simulation.metrics.preemptions
-    print(name, num_accepted, num_drafted, num_steps_with_three, num_resumed, num_stops_inside, num_preempted)
+    print(
+        name, num_accepted, num_copied, num_drafted, num_steps_with_three, num_resumed, num_stops_inside, num_preempted
+    )
     # The comparison means little unless all these paths were taken.
     assert num_accepted > (0.05 if case.sampled else 0.15) * num_drafted, (num_accepted, num_drafted)
     assert num_steps_with_three > 8, num_steps_with_three

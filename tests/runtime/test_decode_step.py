@@ -16,10 +16,11 @@ from agentspec.kernels.reference.window import rotate_checkpoints
 from agentspec.kernels.slots import OutcomeRows, SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import Forward, decode_step, read_result, score_result
+from agentspec.runtime.decode_step import Forward, decode_step
 from agentspec.runtime.forcing import Forcing
 from agentspec.runtime.plan import MAX_ALTERNATIVES, StepPlan
 from agentspec.runtime.step_buffers import StepBuffers
+from agentspec.runtime.step_results import read_result, score_result
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, STOP_RUNNING, SamplingParams
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.step_driver import StepDriver, greedy

@@ -41,11 +41,13 @@ _GROUPS_A_WARP = 4
 no exchange between lanes."""
 _AHEAD = 3
 """Entries whose loads are in flight while one is added to the state."""
+_AHEAD_WITH_COLUMNS = {3: 2, 7: 2, 8: 2}
+"""Fewer where the compiler would spill registers otherwise, by the window's columns."""
 _MAX_COLUMNS = 4
 """Most columns of a window that are in registers at a time."""
 _MAX_REGISTERS = 168
-"""Per lane: three programs of four warps fit into a multiprocessor. Without a limit the compiler takes more than it
-needs."""
+"""Per lane of a program with four warps: three fit into a multiprocessor. Without a limit the compiler takes more than
+it needs."""
 _MAX_ROWS = 16
 """Most rows (a token of a head) that the norm holds in registers at a time."""
 
@@ -108,7 +110,7 @@ def gated_delta_ring_step(
         CAPACITY=capacity,
         T=num_columns,
         COLUMNS=columns_at_a_time(num_columns),
-        AHEAD=_AHEAD,
+        AHEAD=entries_ahead(num_columns),
         V=num_heads,
         REPEATS=num_heads // num_key_heads,
         D=value_dim,
@@ -120,7 +122,7 @@ def gated_delta_ring_step(
         GROUPS=min(_GROUPS_A_WARP * num_warps, block_d),
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
         num_warps=num_warps,
-        maxnreg=_MAX_REGISTERS,
+        maxnreg=max_registers(num_warps),
         **OVERLAPPED,
     )
     state_traffic.rows_read += num_slots
@@ -129,7 +131,17 @@ def gated_delta_ring_step(
 
 def columns_at_a_time(num_columns: int) -> int:
     """Columns of a window that are in registers at a time: as few as the same number of turns allows."""
-    return triton.cdiv(num_columns, triton.cdiv(num_columns, _MAX_COLUMNS))
+    num_turns = -(-num_columns // _MAX_COLUMNS)
+    return -(-num_columns // num_turns)
+
+
+def entries_ahead(num_columns: int) -> int:
+    return _AHEAD_WITH_COLUMNS.get(num_columns, _AHEAD)
+
+
+def max_registers(num_warps: int) -> int | None:
+    """Limit of registers per lane; None: the hardware's."""
+    return _MAX_REGISTERS if num_warps == 4 else None
 
 
 @triton.jit
@@ -273,11 +285,10 @@ def _replayed(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold_inputs(  # type: ignore[no-untyped-def]
-    b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B, channel, mask,
-    C: tl.constexpr, CAPACITY: tl.constexpr
-):  # fmt: skip
-    """Store the convolution's inputs before the fold length to the fold row, which may be the read row."""
+def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: tl.constexpr, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the convolution's inputs before the fold length to the fold row, which may be the read row. window: the
+    vectors of all slots."""
+    read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B = window
     # Loaded again, since they would take registers all the time for what one window in several does.
     read_length = tl.load(read_length_B + b)
     count, first = (tl.load(fold_length_B + b) - read_length).to(tl.int32), (read_length % CAPACITY).to(tl.int32)
@@ -380,25 +391,21 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         state_XDLK, entries, tile + fold_row * ssm_stride, fold_at, keys, deltas, decays, first, count, k_index,
         d, is_real, CAPACITY, V, D, KEY_HEADS, K, AHEAD,
     )  # fmt: skip
+    window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     if fold_at > 0:
-        _fold_inputs(
-            b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B,
-            channels[2], is_value, C, CAPACITY,
-        )  # fmt: skip
+        _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channels[2], is_value, C, CAPACITY)
 
     o, out = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
     o_head = o + head * D + d
     for begin in tl.range(0, T, COLUMNS, num_stages=1):
-        if T > COLUMNS:
-            later = _load_columns(x, x_stride, raw, begin + COLUMNS, channels, masks, V, T, COLUMNS)
         prepared = _prepared(loaded, taps, rate, dt_bias, K, COLUMNS)
         _store_inputs(inputs, loaded[0], begin, after, channels, k_index, d, key_columns, CAPACITY, T, D, K, C, COLUMNS)
+        if T > COLUMNS:
+            loaded = _load_columns(x, x_stride, raw, begin + COLUMNS, channels, masks, V, T, COLUMNS)
         state_XDLK = _run_columns(
             state_XDLK, prepared, o_head, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
             CAPACITY, T, V, D, KEY_HEADS, K, COLUMNS,
         )  # fmt: skip
-        if T > COLUMNS:
-            loaded = later
 
     tl.debug_barrier()  # every lane's reads and stores must precede the count
     counter = counters + b * KEY_HEADS + key_head
@@ -408,7 +415,4 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         if fold_at > 0:
             c = tl.arange(0, 2 * BLOCK_K)
             channel, mask = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K, c % BLOCK_K < K
-            _fold_inputs(
-                b, conv_R3C, conv_stride, conv_SCX, read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B,
-                channel, mask, C, CAPACITY,
-            )  # fmt: skip
+            _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C, CAPACITY)

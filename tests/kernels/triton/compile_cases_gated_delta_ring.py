@@ -30,7 +30,7 @@ def _case(
             "CAPACITY": RingShape.of(num_columns).capacity,
             "T": num_columns,
             "COLUMNS": gated_delta_ring.columns_at_a_time(num_columns),
-            "AHEAD": gated_delta_ring._AHEAD,
+            "AHEAD": gated_delta_ring.entries_ahead(num_columns),
             "V": value_heads,
             "REPEATS": value_heads // key_heads,
             "D": head_dim,
@@ -45,14 +45,14 @@ def _case(
             ),
         },
         num_warps=num_warps,
-        max_registers=gated_delta_ring._MAX_REGISTERS,
+        max_registers=gated_delta_ring.max_registers(num_warps),
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
         instructions=("ld.global.v4.b32", "st.global.v4.b32", "atom.global.gpu.acq_rel"),
     )
 
 
 CASES = [
-    *(_case("27B", num_columns, 48, 16, 128) for num_columns in (1, 2, 4, 8, 16)),
-    *(_case("4B and 35B-A3B", num_columns, 32, 16, 128) for num_columns in (1, 2, 4, 8, 16)),
+    *(_case("27B", num_columns, 48, 16, 128) for num_columns in (1, 2, 3, 4, 5, 6, 8, 12, 16)),
+    *(_case("4B and 35B-A3B", num_columns, 32, 16, 128) for num_columns in (1, 2, 3, 4, 8, 16)),
     _case("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
 ]

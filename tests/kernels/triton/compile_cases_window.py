@@ -1,29 +1,45 @@
-"""Window kernels: 32 slots of a 128k context, k = 3 of at most 7 drafts."""
+"""Window kernels: 32 slots of a 128k context, k = 3 of at most 7 drafts, with rows and with rings. Hiddens of 27B."""
 
 from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
-from agentspec.kernels.triton import window
+from agentspec.kernels.triton import hidden, window
+from agentspec.types import RingShape
 from tests.kernels.triton.compile_case import CompileCase
 
 SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
 
-CASES = [
-    CompileCase(
-        name="open_window",
+RING_RESULTS = ("read_length_B", "fold_length_B", "fold_row_B", "entries_BT")
+
+
+def open_window(name: str, ring: RingShape | None) -> CompileCase:
+    return CompileCase(
+        name=name,
         kernel=window._open_window,
         signature={
             **SLOTS,
             **dict.fromkeys(("page_table_SP", "page_table_BP"), "*i32"),
             **dict.fromkeys(("page_table_stride", "num_pages"), "i32"),
             **dict.fromkeys(("tokens_BT", "start_B", "read_row_B", "write_rows_BT"), "*i64"),
+            **dict.fromkeys(RING_RESULTS if ring else (), "*i64"),
         },
-        constexprs={"T": 4, "W": 8, "BLOCK_T": 4, "BLOCK_P": 1024},
+        constexprs={
+            "T": 4,
+            "W": 8,
+            "FOLD_TOKENS": ring.fold_tokens if ring else 0,
+            "CAPACITY": ring.capacity if ring else 0,
+            "BLOCK_T": 4,
+            "BLOCK_P": 1024,
+            **dict.fromkeys(() if ring else RING_RESULTS, None),
+        },
         multiples_of_16=("page_table_stride", "num_pages"),
         instructions=("ld.global.v4",),
-    ),
-    CompileCase(
-        name="commit_window",
+    )
+
+
+def commit_window(name: str, ring: RingShape | None) -> CompileCase:
+    return CompileCase(
+        name=name,
         kernel=window._commit_window,
         signature={
             **SLOTS,
@@ -36,11 +52,31 @@ CASES = [
             "W": 8,
             "E": 18,
             "BLOCK_TOKENS": 64,
+            "FOLD_TOKENS": ring.fold_tokens if ring else 0,
             "BLOCK_T": 4,
             "BLOCK_W": 8,
             "BLOCK_E": 32,
         },
         num_warps=1,
+    )
+
+
+CASES = [
+    open_window("open_window", None),
+    open_window("open_window of rings", RingShape.of(8)),
+    commit_window("commit_window", None),
+    commit_window("commit_window of rings", RingShape.of(8)),
+    CompileCase(
+        name="fold_hidden 27B",
+        kernel=hidden._fold_hidden,
+        signature={
+            **dict.fromkeys(("hidden_RH", "hidden_SCH"), "*bf16"),
+            "pool_stride": "i32",
+            **dict.fromkeys(("slot_B", "fold_length_B", "fold_row_B"), "*i64"),
+        },
+        constexprs={"CAPACITY": RingShape.of(8).capacity, "H": 5120, "BLOCK_H": 1024},
+        multiples_of_16=("pool_stride",),
+        instructions=("ld.global.v4",),
     ),
     CompileCase(
         name="force_acceptance",

@@ -10,12 +10,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from agentspec import kernels
 from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.slots import SlotState
+from agentspec.models.hybrid import HybridModel
 from agentspec.runtime.plan import SlotOutcome, StepPlan
 from agentspec.types import SamplingParams
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -34,11 +36,13 @@ WORDS = -(-VOCAB // 32)
 
 
 @torch.inference_mode()
-def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOutcome]], dict[str, Tensor]]:
+def run_steps(
+    checkpoint: Path, device: torch.device, *, has_ring: bool
+) -> tuple[list[list[SlotOutcome]], dict[str, Tensor]]:
     """Return the outcomes of every step and the final state of each slot. Slot 0 is sampled, and constrained in its
     last step; slot 1 is greedy."""
     model = load(checkpoint, device)
-    driver = StepDriver(model, max_running=2, max_draft_tokens=2, device=device)
+    driver = StepDriver(model, max_running=2, max_draft_tokens=2, has_ring=has_ring, device=device)
     poison(model)
     plan = StepPlan()
     driver.plan_join(plan, 0, ReferenceRequest(prompt=[7, 8, 9], sampling=SAMPLED, seed=11, length_limit=90))
@@ -61,8 +65,9 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
         outcomes.append(driver.step(num_drafted, slots=slots, plan=plan))
         plan = StepPlan()
     states: dict[str, Tensor] = {}
+    state_S = SlotState.of(driver.executor._buffers.slots_SF)
     for slot, running in driver.running.items():
-        length, row = running.outcomes[-1].length, SlotState.of(driver.executor._buffers.slots_SF).read_row_B[slot]
+        length, row = running.outcomes[-1].length, state_S.read_row_B[slot]
         keys_values = model.pools["kv_AP2SGD"][:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]
         parts = {
             "ssm": model.pools["ssm_LRVDK"][:, row],
@@ -70,16 +75,29 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
             "hidden": model.pools.hidden_RH[row],
             "K/V": keys_values,
         }
+        if has_ring:
+            parts |= ring_parts(model, slot, int(state_S.read_length_B[slot]), length)
         states |= {f"{name} of slot {slot}": part.cpu() for name, part in parts.items()}
     return outcomes, states
 
 
-def test_whole_steps_match_reference_backend(device: torch.device, tmp_path: Path) -> None:
+def ring_parts(model: HybridModel, slot: int, read_length: int, length: int) -> dict[str, Tensor]:
+    """The read length, and the ring's entries behind it."""
+    names = ("ring_key_LSCGK", "ring_delta_LSCVD", "ring_decay_LSCV", "ring_conv_LSCX", "ring_hidden_LSCH")
+    capacity = model.pools[names[0]].shape[2]
+    entries = [position % capacity for position in range(read_length, length)]
+    return {"read length": torch.tensor(read_length)} | {name: model.pools[name][:, slot, entries] for name in names}
+
+
+@pytest.mark.parametrize("has_ring", [False, True], ids=["rows", "ring"])
+def test_whole_steps_match_reference_backend(has_ring: bool, device: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2)
-    expected, expected_states = run_steps(checkpoint, CPU)
+    expected, expected_states = run_steps(checkpoint, CPU, has_ring=has_ring)
     with patch.object(kernels, "backend", lambda _: triton_backend):
-        outcomes, states = run_steps(checkpoint, device)
+        outcomes, states = run_steps(checkpoint, device, has_ring=has_ring)
     assert sum(outcome.num_accepted for step in expected for outcome in step) > 0
     assert outcomes == expected
+    if has_ring:
+        assert expected_states["read length of slot 1"] == 128, "slot 1 folds"
     for name, state in expected_states.items():
         assert relative_error(states[name], state) < TOLERANCE, name
