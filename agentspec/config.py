@@ -39,6 +39,8 @@ class EngineConfig:
     device: Device = "auto"
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
+    tensor_parallel: int = 1
+    """Processes (ranks) that hold the model together, each with a part of every layer."""
     draft_tokens: int | Literal["auto"] = "auto"
     """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
     copy_drafts: int | Literal["auto"] = "auto"
@@ -77,8 +79,8 @@ class EngineConfig:
     max_context: int | None = None
     """Tokens, prompt and output together. None: as many as the model and the memory allow."""
     memory_gib: float | None = None
-    """GiB for state rows and KV pages together. None: 1 GiB on the CPU; on a GPU 85% of the memory that is free beside
-    CUDA graphs."""
+    """GiB for state rows and KV pages together, on each rank. None: 1 GiB on the CPU; on a GPU 85% of the memory that
+    is free beside CUDA graphs."""
     host_memory_gib: float | None = None
     """GiB of page-locked host memory for cached prefixes that the device evicts; 0: none. None: on a GPU an eighth of
     the machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
@@ -112,6 +114,7 @@ class EngineConfig:
             ("state_form", self.state_form, get_args(StateForm)),
         ):
             _check(value in choices, name, value, f"must be one of {', '.join(choices)}")
+        _check(1 <= self.tensor_parallel <= 64, "tensor_parallel", self.tensor_parallel, "must be 1 to 64")
         _check(
             drafts == "auto" or (isinstance(drafts, int) and 0 <= drafts <= max_drafts),
             "draft_tokens",

@@ -10,7 +10,8 @@
     ├── OverloadedError      the queue is full; try again later
     ├── TextProcessError     rendering or tokenising failed; a retry or other requests may succeed
     └── EngineClosedError    the engine was closed while the caller still used it
-        └── EngineStalledError   the engine doesn't respond; it may recover
+        ├── EngineStalledError   the engine doesn't respond; it may recover
+        └── RankError            a rank of the engine died, is stuck, or differs from the others
 
 User errors carry the field and the value; `assert` is for internal bugs.
 """
@@ -89,3 +90,8 @@ class EngineClosedError(AgentspecError):
 
 class EngineStalledError(EngineClosedError):
     """The engine has sent no heartbeat for too long. It may recover."""
+
+
+class RankError(EngineClosedError):
+    """One of the processes that hold a model together died, is stuck, or computed something else than the others. The
+    engine has ended; the message names the rank."""

@@ -10,7 +10,7 @@ import enum
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 import msgspec
 
@@ -137,6 +137,14 @@ class RingShape:
         fold_tokens = min(FOLD_TOKENS, block_tokens // 2)
         assert width <= fold_tokens, f"a window of {width} columns may cross two multiples of {fold_tokens}"
         return cls(fold_tokens=fold_tokens, capacity=fold_tokens + 2 * width - 1)
+
+
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]
+else:
+    TokenIds = array
+"""Token ids in the engine's representation. Unlike `array[int]`, this can be evaluated at runtime, which decoders of
+dataclasses do."""
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:

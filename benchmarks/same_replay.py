@@ -61,7 +61,10 @@ class Heard:
 
 
 def replay(file: ReplayFile, device: Device, options: argparse.Namespace) -> Heard:
-    engine = HeardEngine(EngineConfig(model=options.model, device=device, dtype="float32", draft_tokens=options.k))
+    ranks = options.tensor_parallel if device == options.device else 1
+    engine = HeardEngine(
+        EngineConfig(model=options.model, device=device, dtype="float32", draft_tokens=options.k, tensor_parallel=ranks)
+    )
 
     async def run() -> Report:
         async with LocalServer(engine=engine, app=engine.app).client() as client:
@@ -104,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="checkpoint directory or hub id (default: the bundled model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of the engine on the device")
     parser.add_argument(
         "--sampled", action="store_true", help=f"sample with {SAMPLED} instead of what the file asks for"
     )

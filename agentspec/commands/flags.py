@@ -222,6 +222,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations"
     )
+    _add_number(
+        group,
+        "--tensor-parallel",
+        "N",
+        "processes that hold the model together, each with a part of every layer",
+        default=1,
+        kind=int,
+    )
     _add_draft_arguments(group)
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
@@ -354,6 +362,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         model=args.model,
         device=args.device,
         dtype=args.dtype,
+        tensor_parallel=args.tensor_parallel,
         draft_tokens=args.draft_tokens,
         copy_drafts=args.copy_drafts,
         state_form=args.state_form,

@@ -293,7 +293,8 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
             "TRUSTED: may contain control tokens" if server.trust_client_text else "can't contain control tokens",
         ),
         ("device", f"{setup.device}, {setup.dtype}"),
-        ("memory", f"{memory / 2**30:.2f} GiB"),
+        ("ranks", _ranks(setup.num_ranks)),
+        ("memory", f"{memory / 2**30:.2f} GiB" + (" on each rank" if setup.num_ranks > 1 else "")),
         (
             "  rows",
             f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)",
@@ -326,3 +327,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
     width = max(len(name) for name, _ in lines)
     title = f"agentspec {version()} serves {info.model_id} at {url}/v1"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])
+
+
+def _ranks(count: int) -> str:
+    return "1: one process holds the model" if count == 1 else f"{count} processes, each with a part of every layer"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,14 @@ import torch
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
+from agentspec.engine.ranks import DEFAULTS, RankOptions, Ranks
 from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, limited
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model, model_spec, resolved_config
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.weights import STAGE as LOADING
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
@@ -38,6 +41,7 @@ from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, MemoryPlan
 from agentspec.runtime.pace import Pace
+from agentspec.runtime.ranks.leader import LedCopies
 from agentspec.runtime.rehearsal import Rehearsal
 from agentspec.runtime.step_loop import StepLoop, WindowPolicy, new_step_loop
 from agentspec.text.tokenizer import Tokenizer
@@ -70,14 +74,18 @@ class Assembly:
     """The draft vocabulary, as text for people."""
     token_counts: TokenCounts | None
     """Counts of the served tokens, if the settings name a file for them."""
-    copies: HostCopies | None
+    copies: HostCopies | LedCopies | None
     """The host tier's copies, if there is one."""
+    ranks: Ranks | None = None
+    """The other ranks, if the model is shared by several."""
 
     def close(self) -> None:
         """Release what outlives the loop. Call when no step will run any more."""
         self.constraints.close()
         if self.copies is not None:
             self.copies.close()
+        if self.ranks is not None:
+            self.ranks.close()
         if self.token_counts is not None:
             try:
                 self.token_counts.save()
@@ -90,17 +98,30 @@ class Assembly:
         return dtype_of(self.config, self.device)
 
 
-def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: bool = False) -> Assembly:
+def assemble(
+    config: EngineConfig,
+    progress: Progress = no_progress,
+    *,
+    serves: bool = False,
+    memory: MemoryPlan | None = None,
+    rank_options: RankOptions = DEFAULTS,
+) -> Assembly:
     """Load the model that `config` names, by default the bundled one, and build an engine around it.
 
     serves: leave work that no first answer needs to `StepLoop.prepare`, and build the grammar compiler in the
-    background; otherwise the first grammar waits for it. Raises CheckpointError if the model can't be loaded,
-    ConfigError if a setting doesn't fit it."""
+    background; otherwise the first grammar waits for it. memory: as for `build`. Raises CheckpointError if the model
+    can't be loaded, ConfigError if a setting doesn't fit it, RankError if a rank ends before it is ready."""
     device = device_of(config)
     dtype = dtype_of(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     progress(LOADING, 0, 0)
     with ExitStack() as stack:
+        ranks = None
+        if config.tensor_parallel > 1:
+            whole = resolved_config(model_dir, random_weights=config.random_weights)
+            rank_config(whole, Rank(0, config.tensor_parallel))  # refuses what can't be shared before anything starts
+            ranks = Ranks(config, model_dir, rank_options)
+            stack.push(partial(_close_after_error, ranks))
         beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="agentspec-tokenizer"))
         tokenizer = beside.submit(Tokenizer.from_directory, model_dir)
         ahead = None
@@ -114,7 +135,7 @@ def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: 
                 spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None
             )
             grammars.prepare()
-            stack.push(lambda kind, *_: None if kind is None else grammars.close())
+            stack.push(partial(_close_after_error, grammars))
         model = load_model(
             model_dir,
             device=device,
@@ -122,19 +143,29 @@ def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: 
             random_weights=config.random_weights,
             seed=config.seed,
             fp8_drafts=drafts_in_fp8(config, device, dtype),
+            rank=SINGLE_RANK if ranks is None else ranks.rank,
+            group=None if ranks is None else ranks.join(),
             progress=progress,
         )
         return build(
             model,
             config=config,
+            memory=memory,
             device=device,
             tokenizer=tokenizer.result(),
             model_dir=model_dir,
             constraints=grammars,
             ahead=ahead,
             early=serves,
+            ranks=ranks,
             progress=progress,
         )
+
+
+def _close_after_error(parts: Ranks | ConstraintSource, kind: type[BaseException] | None, *_: object) -> None:
+    """Called at the end of a context."""
+    if kind is not None:
+        parts.close()
 
 
 def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None) -> Rehearsal:
@@ -177,36 +208,35 @@ def build(
     model_dir: Path | None = None,
     window_policy: WindowPolicy | None = None,
     pace: Pace | None = None,
-    most_riders: int | None = None,
+    most_riders: int = MOST_RIDERS,
     constraints: ConstraintSource | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
     early: bool = False,
+    ranks: Ranks | None = None,
     progress: Progress = no_progress,
 ) -> Assembly:
     """Build an engine around a model: allocate its state pools, and capture its steps where that is possible.
 
-    memory: None: by the settings and the device's free memory. most_riders: see runtime/ride.py; None: the default.
-    ahead: kernels that are being compiled; None: they are compiled at their first launch. early: see
-    ModelExecutor.capture. Raises ConfigError if a setting doesn't fit."""
+    memory: None: by the settings and the device's free memory. most_riders: see runtime/ride.py. ahead: kernels that
+    are being compiled; None: they are compiled at their first launch. early: see ModelExecutor.capture. ranks: the
+    other ones, which the assembly closes. Raises ConfigError if a setting doesn't fit, RankError if a rank ends."""
     spec = model.spec
     settings = Settings.resolve(config, spec, device, given=memory)
     token_counts = (
         None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
     )
-    draft_vocabulary = _limit_drafts(model, settings, {} if token_counts is None else token_counts.known, tokenizer)
-    memory = settings.plan_memory(memory)
-    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages, rings=settings.rings)
-    copies = None if memory.host is None else HostCopies(model, memory.host, device)
-    executor = _executor(model, settings, memory, device, MOST_RIDERS if most_riders is None else most_riders)
+    counts = {} if token_counts is None else token_counts.known
+    draft_ids = _choose_drafts(settings, counts, tokenizer)
+    if ranks is not None:
+        ranks.build(settings.max_running, draft_ids, most_riders=most_riders, early=early, given=memory)
+    draft_vocabulary = _limit_drafts(model, draft_ids, has_counts=bool(counts))
+    memory = settings.plan_memory(memory) if ranks is None else ranks.plan(partial(settings.plan_memory, memory))
+    executor, copies = device_side(model, settings, memory, most_riders)
     policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
-    if ahead is not None:
-        _await_kernels(ahead, settings, memory, progress)
-    reason = settings.why_eager
-    graphs = f"none: {reason}" if reason else str(executor.capture(depths, CudaRecorder(device), progress, early=early))
-    if copies is not None:
-        progress(LOCKING, 0, 0)
-        copies.await_memory()
+    _await_kernels(ahead, settings, memory, progress)
+    graphs = make_ready(executor, copies, settings, depths, progress, early=early)
+    led, led_copies = (executor, copies) if ranks is None else ranks.lead(executor, copies)
     loop = new_step_loop(
         spec=spec,
         num_rows=memory.num_rows,
@@ -219,12 +249,12 @@ def build(
         pace=settings.pace() if pace is None else pace,
         hold_seconds=config.session_hold_seconds,
         fair_cost=config.fair_cost,
-        executor=executor,
+        executor=led,
         window_policy=policy,
         overlap=config.overlap,
         token_counts=token_counts,
-        copier=copies,
-        prepare=executor.prepare,
+        copier=led_copies,
+        prepare=led.prepare,
         clock=clock,
     )
     return Assembly(
@@ -243,14 +273,18 @@ def build(
         graphs=graphs,
         draft_vocabulary=draft_vocabulary,
         token_counts=token_counts,
-        copies=copies,
+        copies=led_copies,
+        ranks=ranks,
     )
 
 
-def _executor(
-    model: StepModel, settings: Settings, memory: MemoryPlan, device: torch.device, most_riders: int
-) -> ModelExecutor:
-    return ModelExecutor(
+def device_side(
+    model: StepModel, settings: Settings, memory: MemoryPlan, most_riders: int
+) -> tuple[ModelExecutor, HostCopies | None]:
+    """What each rank has: the model's pools, an executor whose steps run eagerly so far, and the host tier's copies."""
+    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages, rings=settings.rings)
+    copies = None if memory.host is None else HostCopies(model, memory.host, settings.device)
+    executor = ModelExecutor(
         model,
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
@@ -260,8 +294,30 @@ def _executor(
         allow_forced_output=settings.config.allow_forced_output,
         most_riders=most_riders,
         ring=settings.ring,
-        device=device,
+        device=settings.device,
     )
+    return executor, copies
+
+
+def make_ready(
+    executor: ModelExecutor,
+    copies: HostCopies | None,
+    settings: Settings,
+    depths: Sequence[int],
+    progress: Progress,
+    *,
+    early: bool,
+) -> str:
+    """Capture the steps where that is possible, and wait for the host tier's memory. Returns the graphs as text for
+    people."""
+    reason = settings.why_eager
+    graphs = f"none: {reason}"
+    if reason is None:
+        graphs = str(executor.capture(depths, CudaRecorder(settings.device), progress, early=early))
+    if copies is not None:
+        progress(LOCKING, 0, 0)
+        copies.await_memory()
+    return graphs
 
 
 def _model_info(settings: Settings, memory: MemoryPlan, executor: ModelExecutor) -> ModelInfo:
@@ -277,9 +333,11 @@ def _model_info(settings: Settings, memory: MemoryPlan, executor: ModelExecutor)
     )
 
 
-def _await_kernels(ahead: KernelsAhead, settings: Settings, memory: MemoryPlan, progress: Progress) -> None:
+def _await_kernels(ahead: KernelsAhead | None, settings: Settings, memory: MemoryPlan, progress: Progress) -> None:
     """Wait until the kernels are compiled. If memory holds less than the whole context, a few other kernels are
     launched: compile those too."""
+    if ahead is None:
+        return
     ahead.wait()
     max_pages = settings.max_pages(memory.max_length)
     if max_pages != settings.max_pages(limited(settings.spec, settings.config).max_context):
@@ -295,26 +353,31 @@ def machine_of(device: torch.device) -> Machine:
     )
 
 
-def _limit_drafts(model: StepModel, settings: Settings, counts: Mapping[int, int], tokenizer: Tokenizer | None) -> str:
-    """Set the model's draft vocabulary; returns its description."""
+def _choose_drafts(settings: Settings, counts: Mapping[int, int], tokenizer: Tokenizer | None) -> Sequence[int] | None:
+    """The draft vocabulary; None: there are no drafts."""
     config, spec = settings.config, settings.spec
     if settings.max_draft_tokens == 0:
         if config.draft_vocab_size is not None:
             raise ConfigError("draft_vocab", config.draft_vocab_size, "there are no drafts to choose")
         if config.draft_precision != "auto":
             raise ConfigError("draft_precision", config.draft_precision, "there are no drafts to make")
-        return "nothing: there are no drafts"
+        return None
     size = draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)
     always = {*spec.stop_token_ids, *(() if tokenizer is None else tokenizer.added_ids)}
-    num_bytes = model.limit_drafts(
-        choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always)
-    )
+    return choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always)
+
+
+def _limit_drafts(model: StepModel, ids: Sequence[int] | None, *, has_counts: bool) -> str:
+    """Set the model's draft vocabulary; returns its description."""
+    if ids is None:
+        return "nothing: there are no drafts"
+    num_bytes, num_real = model.limit_drafts(ids), model.spec.num_real_tokens
     facts = []
-    if size < spec.num_real_tokens:
-        facts.append("the most served" if counts else "the lowest ids")
+    if len(ids) < num_real:
+        facts.append("the most served" if has_counts else "the lowest ids")
     if model.fp8_drafts:
         facts.append("FP8")
     if num_bytes:
         facts.append(f"{num_bytes / 2**20:.1f} MiB")
-    chosen = f"{size:,} of {spec.num_real_tokens:,}" if size < spec.num_real_tokens else f"all {size:,}"
+    chosen = f"{len(ids):,} of {num_real:,}" if len(ids) < num_real else f"all {num_real:,}"
     return f"{chosen} tokens" + (f" ({'; '.join(facts)})" if facts else "")

@@ -18,7 +18,7 @@ from agentspec.engine import sdk_clients
 from agentspec.engine.assembly import Assembly, assemble
 from agentspec.engine.streams import Streams
 from agentspec.engine.thread import EngineCore, EngineThread
-from agentspec.errors import EngineClosedError, RequestError
+from agentspec.errors import EngineClosedError, RankError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.text.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ class Engine:
         self._submitted: dict[str, SimpleQueue[Event]] = {}
         """Requests that have no EventStream yet."""
         self._closed = False
+        self._death: str | None = None
+        """The error of the ranks that has ended the engine."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +82,13 @@ class Engine:
         self._check_open()
         if not self._core.loop.has_work:
             return False
-        for event in self._core.loop.run_once():
+        try:
+            events = self._core.loop.run_once()
+        except RankError as error:
+            self._death = str(error)
+            self._streams.end_all(self._death)
+            return True
+        for event in events:
             self._streams.hand(event.request_id, event)
         return True
 
@@ -97,7 +105,8 @@ class Engine:
 
     def next_event(self, inbox: SimpleQueue[Event]) -> Event:
         """The next event of a request that has not ended, running the engine until there is one."""
-        self._check_open()
+        if self._death is None:
+            self._check_open()
         while inbox.empty():
             self.step()
         return inbox.get_nowait()
@@ -105,7 +114,7 @@ class Engine:
     def leave(self, request_id: str, *, wait: bool) -> None:
         """The request has no reader any more: abort it if it still runs. `wait`: run the engine until the request has
         released everything."""
-        if self._streams.leave(request_id) and not self._closed:
+        if self._streams.leave(request_id) and not self._closed and self._death is None:
             self.abort(request_id)
             while wait and self._streams.is_running(request_id):
                 self.step()
@@ -138,6 +147,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
+        if self._death is not None:
+            raise EngineClosedError(f"the engine is not running: {self._death}")
 
 
 class EventStream(Iterator[Event]):

@@ -200,6 +200,8 @@ def device_of(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device", "cuda", "no CUDA device is available")
+    if available and config.device != "cpu" and config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 

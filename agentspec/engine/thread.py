@@ -109,6 +109,8 @@ class EngineThread:
         self._asyncio = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="agentspec-engine", daemon=True)
         self._thread.start()
+        if self._assembly.ranks is not None:
+            self._assembly.ranks.on_failure(lambda error: self._inbox.put(("failed", error)))
         return self
 
     async def __aexit__(
@@ -300,6 +302,8 @@ class EngineThread:
                 continue
             if command == "stop":
                 return False
+            if command == "failed":
+                raise payload
             if command == "abort":
                 self._core.loop.abort(payload)
             elif command == "leave":

@@ -231,6 +231,15 @@ class ModelExecutor:
         self._pending.popleft()()
         return True
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether `prepare` would do anything."""
+        return bool(self._pending)
+
+    def is_done(self, ticket: StepTicket) -> bool:
+        """Whether `collect` would not wait for the device."""
+        return isinstance(ticket.done, float) or ticket.done.query()
+
     @torch.inference_mode()
     def rehearse(self, depths: Sequence[int]) -> None:
         """Run everything that `capture` records or runs, without recording.

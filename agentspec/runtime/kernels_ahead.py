@@ -35,6 +35,7 @@ _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kernels", "models", "mtp", "runtime")
 _SETTINGS = (
     "dtype",
+    "tensor_parallel",
     "draft_tokens",
     "draft_vocab_size",
     "draft_precision",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from agentspec.runtime.constraint import MaskRows
-from agentspec.types import SamplingParams, TokenScore
+from agentspec.types import SamplingParams, TokenIds, TokenScore
 
 MAX_ALTERNATIVES = 20
 """Most alternatives that may come with the score of a token."""
@@ -26,7 +26,7 @@ class ChunkPlan:
     """A prefill chunk. Fields as in models.protocol.PrefillChunk, with host lists."""
 
     request_id: str
-    token_ids: array[int]
+    token_ids: TokenIds
     start: int
     read_row: int
     state_writes: tuple[tuple[int, int], ...]
@@ -87,11 +87,11 @@ class SlotJoin:
     stop_ids: tuple[int, ...]
     seed: int
     sampling: SamplingParams
-    prompt_ids: array[int]
+    prompt_ids: TokenIds
     """For the repetition penalty."""
-    output_ids: array[int]
+    output_ids: TokenIds
     """Tokens generated before a preemption; penalties count them."""
-    forced_output: array[int] | None = None
+    forced_output: TokenIds | None = None
     """The whole output, where it is forced; None: the target chooses."""
     constrained: bool = False
     """Windows need masks from the host: all of them, or only the first ones (`min_tokens`)."""

@@ -36,9 +36,11 @@ from numpy.typing import NDArray
 from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
 from agentspec.cache.prefix_tree import Checkpoint, path_of
+from agentspec.engine.ranks import Ranks
 from agentspec.mtp.copies import draft_copies
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import SlotOutcome
+from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Phase, Request, new_request
 from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING, CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
@@ -56,15 +58,22 @@ PATIENCE = 1000
 class Proof:
     """Runs one engine until `num_turns` turns have ended, and checks everything."""
 
-    def __init__(self, setup: EngineSetup, device: torch.device | None = None, *, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        setup: EngineSetup,
+        device: torch.device | None = None,
+        *,
+        graphs: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
         """device: None: the CPU. graphs: on CUDA, replay steps; then the writes to rows and pages aren't watched, only
-        their results are checked."""
+        their results are checked. ranks: other processes, which run the same plans on models of their own."""
         device = torch.device("cpu") if device is None else device
         self.setup = setup
         self.rng = random.Random(setup.seed)
         self.now = 0.0
         self.model = setup.new_model(device)
-        self.assembly = setup.build(self.model, lambda: self.now, device, graphs=graphs)
+        self.assembly = setup.build(self.model, lambda: self.now, device, graphs=graphs, ranks=ranks)
         self.cache = self.assembly.cache
         self.loop: Any = self.assembly.loop
         self.max_length = self.assembly.info.max_context
@@ -80,7 +89,7 @@ class Proof:
         if self.assembly.copies is not None:
             self.loop._copier = LateCopies(self.assembly.copies, random.Random(setup.seed), is_slow=setup.slow_copies)
         executor = self.loop.executor
-        assert isinstance(executor, ModelExecutor)
+        assert isinstance(executor, ModelExecutor | LedExecutor)
         self.loop.executor = self.device = WatchedDevice(
             executor,
             self.model,

@@ -15,8 +15,10 @@ import torch
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
+from agentspec.engine.ranks import Ranks
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
+from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
@@ -150,8 +152,28 @@ class EngineSetup:
             device=device,
         )
 
+    def config(self, *, graphs: bool = True, num_ranks: int = 1) -> EngineConfig:
+        return EngineConfig(
+            tensor_parallel=num_ranks,
+            draft_tokens=self.max_draft_tokens,
+            copy_drafts=self.max_copies,
+            state_form="ring" if self.has_ring else "rows",
+            prefix_cache=self.prefix_cache,
+            overlap=self.overlap,
+            max_running=self.max_running,
+            prefill_budget=self.prefill_budget,
+            session_hold_seconds=self.hold_seconds,
+            graphs=graphs,
+        )
+
     def build(
-        self, model: HashChainModel, clock: Callable[[], float], device: torch.device, *, graphs: bool
+        self,
+        model: HashChainModel,
+        clock: Callable[[], float],
+        device: torch.device,
+        *,
+        graphs: bool,
+        ranks: Ranks | None = None,
     ) -> Assembly:
         spec = model.spec
         budget_bytes = int(
@@ -163,17 +185,7 @@ class EngineSetup:
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
         assembly = build(
             model,
-            config=EngineConfig(
-                draft_tokens=self.max_draft_tokens,
-                copy_drafts=self.max_copies,
-                state_form="ring" if self.has_ring else "rows",
-                prefix_cache=self.prefix_cache,
-                overlap=self.overlap,
-                max_running=self.max_running,
-                prefill_budget=self.prefill_budget,
-                session_hold_seconds=self.hold_seconds,
-                graphs=graphs,
-            ),
+            config=self.config(graphs=graphs, num_ranks=1 if ranks is None else ranks.rank.count),
             device=device,
             memory=MemoryPlan(
                 num_rows=self.num_rows,
@@ -186,9 +198,11 @@ class EngineSetup:
             if self.random_depth
             else None,
             clock=clock,
+            ranks=ranks,
         )
         assembly.cache.budget_bytes = budget_bytes
         executor = assembly.loop.executor
+        executor = executor.own if isinstance(executor, LedExecutor) else executor
         assert isinstance(executor, ModelExecutor)
         if (copies := executor._buffers.copies) is not None:
             executor._buffers = replace(executor._buffers, copies=replace(copies, min_match=self.min_match))

@@ -10,13 +10,14 @@ import random
 from collections import deque
 
 from agentspec.cache.host_tier import CopyOrder, CopyOrders
-from agentspec.runtime.host_copies import CopyProgress, HostCopies
+from agentspec.runtime.host_copies import CopyProgress
+from agentspec.runtime.step_loop import Copier
 
 
 class LateCopies:
     """Delays the orders of HostCopies at random."""
 
-    def __init__(self, copies: HostCopies, lateness: random.Random, *, is_slow: bool = False) -> None:
+    def __init__(self, copies: Copier, lateness: random.Random, *, is_slow: bool = False) -> None:
         """is_slow: most orders are carried out many steps late."""
         self._copies = copies
         self._orders_a_poll = [0] * 11 + [1] if is_slow else [0, 0, 1, 3]
@@ -34,7 +35,7 @@ class LateCopies:
                 self._carry_out(CopyOrders(to_device=[self._to_device.popleft()]))
             elif self._to_host:
                 self._carry_out(CopyOrders(to_host=[self._to_host.popleft()]))
-        return self._copies.poll()
+        return CopyProgress(*self._copies.poll())
 
     def _carry_out(self, orders: CopyOrders) -> None:
         before = sum(self._copies.poll())

@@ -23,10 +23,18 @@ from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.plan import SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Request
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
 from tests.fakes.hash_chain import HashChainModel
+
+
+def own_executor(executor: Executor) -> ModelExecutor:
+    """That of this rank, where there are several."""
+    own = executor.own if isinstance(executor, LedExecutor) else executor
+    assert isinstance(own, ModelExecutor)
+    return own
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class WatchedDevice:
 
     def __init__(
         self,
-        executor: ModelExecutor,
+        executor: ModelExecutor | LedExecutor,
         model: HashChainModel,
         cache: HybridCache,
         *,
@@ -63,6 +71,7 @@ class WatchedDevice:
         """lateness: None: every step runs at its launch. requests: those in the engine. on_outcome: called before the
         scheduler gets the outcome, with the drafts that were made for the next window."""
         self._executor = executor
+        self._buffers = own_executor(executor)._buffers
         self._cache = cache
         self._lateness = lateness
         self._requests = requests
@@ -114,13 +123,13 @@ class WatchedDevice:
             first = self._queue.popleft()
             self._running, self._drafting = first, []
             width = first.plan.num_drafted + 1
-            first_width = min(width, self._executor._buffers.max_mtp_drafts + 1)
+            first_width = min(width, self._buffers.max_mtp_drafts + 1)
             for leases, num_columns in ((first.first, first_width), (first.decoding, width)):
                 if leases:
                     first.drafting.append((leases, num_columns))
             first.ticket = self._executor.launch(first.plan)
             self._running, first.has_run = None, True
-            made = SlotState.of(self._executor._buffers.slots_SF)
+            made = SlotState.of(self._buffers.slots_SF)
             for slot in (*first.plan.first_slots, *first.plan.decode_slots):
                 num_valid = int(made.num_valid_drafts_B[slot])
                 first.made[slot] = made.tokens_BW[slot, 1 : 1 + num_valid].tolist()

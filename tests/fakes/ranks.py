@@ -1,0 +1,61 @@
+"""Entries of rank processes for tests: `python -m tests.fakes.ranks` instead of engine/rank_process.py.
+
+A model directory `hash-chain-SEED` stands for the model of the randomised proof's setup, which every rank has as a
+whole. PLANTED names a fault of rank 1 in its plan PLANTED_PLAN.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from agentspec.engine.rank_link import RankStart
+from agentspec.engine.rank_process import load_part, main
+from agentspec.engine.ranks import RankOptions, meet
+from agentspec.models.protocol import StepModel
+from agentspec.models.shards import Rank
+from agentspec.runtime.plan import StepOutcome
+from agentspec.runtime.step_buffers import StepBuffers
+from tests.properties.engine_setup import EngineSetup
+
+ENTRY = ("-m", "tests.fakes.ranks")
+STRICT = RankOptions(check_every=1)
+FAULTY = RankOptions(check_every=1, entry=ENTRY)
+PLANTED, PLANTED_PLAN = "AGENTSPEC_TEST_PLANTED", 6
+_HASH_CHAIN = "hash-chain-"
+
+
+def hash_chain_dir(setup: EngineSetup) -> Path:
+    return Path(f"{_HASH_CHAIN}{setup.seed}")
+
+
+def load(start: RankStart) -> StepModel:
+    assert start.model_dir is not None
+    if not start.model_dir.startswith(_HASH_CHAIN):
+        return load_part(start)
+    meet(start.meeting, Rank(start.index, start.count))
+    setup = EngineSetup.random(int(start.model_dir.removeprefix(_HASH_CHAIN)))
+    # A setting of the proof alone, which reaches no engine through its config.
+    StepBuffers.allocate = partial(StepBuffers.allocate, min_match=setup.min_match)  # type: ignore[method-assign]
+    return setup.new_model(torch.device("cpu"))
+
+
+def alter(number: int, outcome: StepOutcome) -> None:
+    if number != PLANTED_PLAN:
+        return
+    if os.environ.get(PLANTED) == "token":
+        outcome.slots[-1].emitted[-1] += 1
+    elif os.environ.get(PLANTED) == "error":
+        raise ValueError("planted")
+    elif os.environ.get(PLANTED) == "hang":
+        threading.Event().wait()
+    elif os.environ.get(PLANTED) == "exit":
+        os._exit(5)
+
+
+if __name__ == "__main__":
+    main(load, alter)

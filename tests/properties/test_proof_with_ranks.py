@@ -1,0 +1,32 @@
+"""The randomised proof with two ranks: the second one runs the same plans and copies on a hash chain of its own, and
+has the same outcome in every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from agentspec.engine.ranks import Ranks
+from tests.fakes.ranks import FAULTY, hash_chain_dir
+from tests.properties.engine_proof import Proof
+from tests.properties.engine_setup import EngineSetup
+
+SEEDS = (1083, 3026)
+TURNS = 60
+LEAST = {"hit TURN": 1, "copied to the host": 1, "fetched": 1, "preempted in DECODE": 1, "windows ride": 1}
+
+
+def test_two_ranks_pass_the_proof() -> None:
+    paths: Counter[str] = Counter()
+    for seed in SEEDS:
+        setup = EngineSetup.random(seed)
+        print(setup)
+        ranks = Ranks(setup.config(num_ranks=2), hash_chain_dir(setup), FAULTY)
+        try:
+            ranks.join()
+            proof = Proof(setup, ranks=ranks)
+            proof.run(TURNS)
+            paths.update(proof.paths)
+        finally:
+            ranks.close()
+    rare = [path for path, least in LEAST.items() if paths[path] < least]
+    assert not rare, f"paths that this proof doesn't take: {rare}"
