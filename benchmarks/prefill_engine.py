@@ -19,7 +19,7 @@ from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.pace import Pace
 from agentspec.runtime.request import Request, new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
-from agentspec.types import Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
+from agentspec.types import MOST_RIDERS, Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from benchmarks.published import PrefilledModel
 from benchmarks.running_engine import acceptance_rate
@@ -103,9 +103,9 @@ class PromptEngine:
         overlap: bool = True,
         prefix_cache: bool = True,
         pace: Pace | None = None,
-        most_riders: int | None = None,
+        most_riders: int = MOST_RIDERS,
     ) -> None:
-        """pace, most_riders: None: the engine's own."""
+        """pace: None: the engine's own."""
         config = EngineConfig(
             draft_tokens=NUM_DRAFTS,
             force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,

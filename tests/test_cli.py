@@ -27,7 +27,8 @@ from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
-    "--model", "--device", "--dtype", "--tensor-parallel", "--draft-tokens", "--draft-vocab", "--draft-precision",
+    "--model", "--device", "--dtype", "--tensor-parallel", "--draft-tokens", "--copy-drafts", "--state-form",
+    "--draft-vocab", "--draft-precision",
     "--token-counts",
     "--no-prefix-cache", "--no-overlap", "--no-graphs", "--max-running", "--prefill-budget", "--max-gap",
     "--fair-cost", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights", "--force-acceptance",

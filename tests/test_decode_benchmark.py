@@ -203,8 +203,8 @@ def test_graphs_are_compared_with_eager_steps(model: PrefilledModel, monkeypatch
     allocate = PrefilledModel.allocate
     allocations = []
 
-    def one_bit_off(self: PrefilledModel, *, num_rows: int, num_pages: int) -> None:
-        allocate(self, num_rows=num_rows, num_pages=num_pages)
+    def one_bit_off(self: PrefilledModel, *, num_rows: int, **pools: Any) -> None:
+        allocate(self, num_rows=num_rows, **pools)
         allocations.append(num_rows)
         self.pools["ssm_LRVDK"].view(torch.int32)[0, -1, 0, 0, 0] += len(allocations)
 
