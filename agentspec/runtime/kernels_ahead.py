@@ -37,6 +37,8 @@ _SETTINGS = (
     "dtype",
     "tensor_parallel",
     "draft_tokens",
+    "copy_drafts",
+    "state_form",
     "draft_vocab_size",
     "draft_precision",
     "max_running",

@@ -76,6 +76,8 @@ def test_existing_note_starts_no_process() -> None:
         msgspec.structs.replace(JOB, max_pages=12),
         msgspec.structs.replace(JOB, config=EngineConfig(max_running=5)),
         msgspec.structs.replace(JOB, config=EngineConfig(max_running=4, dtype="bfloat16")),
+        msgspec.structs.replace(JOB, config=EngineConfig(max_running=4, state_form="ring", copy_drafts=0)),
+        msgspec.structs.replace(JOB, config=EngineConfig(max_running=4, copy_drafts=3)),
         msgspec.structs.replace(JOB, machine=Machine(capability=(9, 0), num_multiprocessors=114)),
     ],
 )
