@@ -84,9 +84,9 @@ class EngineSetup:
         drafts = rng.randrange(8)
         is_crowded = rng.random() < 0.15
         max_running = rng.choice([8, 12] if is_crowded else [1, 3, 4, 6, 8, 8, 10, 10, 12, 12])
-        has_ring = random.Random(f"ring {seed}").random() < 0.5
+        has_ring = random.Random(f"ring {seed}").random() < 0.4
         copying = random.Random(f"copies {seed}")
-        max_copies = copying.randint(1, 7 - drafts) if drafts < 7 and copying.random() < 0.5 else 0
+        max_copies = copying.randint(1, 7 - drafts) if drafts < 7 and copying.random() < 0.2 else 0
         per_request = rows_of_request(drafts + max_copies, has_ring=has_ring)
         few_rows = not is_crowded and rng.random() < 0.3
         few_pages = is_crowded or rng.random() < 0.45
