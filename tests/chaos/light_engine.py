@@ -54,6 +54,7 @@ class Parts:
     cache: Any
     loop: Any
     constraints: Any
+    ranks: None = None
 
     def close(self) -> None:
         """Nothing to release."""
