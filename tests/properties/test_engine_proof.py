@@ -65,7 +65,6 @@ LEAST = {
     "windows beside chunks": 500,
     "fold": 800,
     "copies made": 100,
-    "copy accepted": 3,
     "first step": 1500,
     "first step onto a boundary": 60,
     "stop id": 400,
