@@ -180,9 +180,9 @@ class Request:
             logprobs=submit.logprobs,
         )
 
-    def next_masks(self, num_drafted: int) -> MaskRows | None:
+    def next_masks(self, num_drafted: int, *, width: int) -> MaskRows | None:
         """Masks of the next window, of at most num_drafted drafts; the drafts are unknown from then on. Only for a
-        constrained request.
+        constrained request. width: most columns of a window.
 
         None: the grammar failed or allows nothing, which ends this request alone with ERROR. A dead end after drafts is
         masked as if everything were allowed, so that the device has something to sample: `take_outcome` drops the
@@ -194,8 +194,7 @@ class Request:
             met, self.constraint = self.constraint, self.constraint.inner
             if self.constraint is None:
                 self.dead_end = None
-                assert self.rows is not None
-                return met.free_rows(len(self.rows.write))
+                return met.free_rows(width)
         try:
             masks = self.constraint.masks(drafts)
         except Exception as error:

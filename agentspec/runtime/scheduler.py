@@ -173,7 +173,7 @@ class Scheduler:
         for request in requests:
             assert request.slot is not None
             if request.constraint is not None:
-                masks = request.next_masks(flight.plan.num_drafted)
+                masks = request.next_masks(flight.plan.num_drafted, width=self._max_draft_tokens + 1)
                 if masks is None:
                     continue
                 flight.plan.masks[request.slot] = masks

@@ -186,8 +186,8 @@ def takes_first_steps_without_masks(patch: pytest.MonkeyPatch) -> None:
 def masks_a_column_late(patch: pytest.MonkeyPatch) -> None:
     original = Request.next_masks
 
-    def late(self: Request, num_drafted: int) -> MaskRows | None:
-        rows = original(self, num_drafted)
+    def late(self: Request, num_drafted: int, *, width: int) -> MaskRows | None:
+        rows = original(self, num_drafted, width=width)
         return None if rows is None else np.concatenate((rows[:1], rows[:-1]))
 
     patch.setattr(Request, "next_masks", late)
@@ -210,9 +210,9 @@ def uses_outdated_drafts(patch: pytest.MonkeyPatch) -> None:
     """The drafts of the previous step are used as the window's drafts."""
     original = Request.next_masks
 
-    def hasty(self: Request, num_drafted: int) -> MaskRows | None:
+    def hasty(self: Request, num_drafted: int, *, width: int) -> MaskRows | None:
         drafts = self.drafts
-        rows = original(self, num_drafted)
+        rows = original(self, num_drafted, width=width)
         self.drafts = drafts
         return rows
 
@@ -222,8 +222,8 @@ def uses_outdated_drafts(patch: pytest.MonkeyPatch) -> None:
 def forgets_dead_ends(patch: pytest.MonkeyPatch) -> None:
     original = Request.next_masks
 
-    def forgetful(self: Request, num_drafted: int) -> MaskRows | None:
-        rows = original(self, num_drafted)
+    def forgetful(self: Request, num_drafted: int, *, width: int) -> MaskRows | None:
+        rows = original(self, num_drafted, width=width)
         self.dead_end = None
         return rows
 
