@@ -147,7 +147,7 @@ def test_run_copies_no_state(checkpoint: Path, name: str) -> None:
     assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(
         simulation.model.pools["ssm_LRVDK"].shape[0], has_ring=setup.has_ring
     )
-    assert calls.num_rides > 0
+    assert calls.num_rides > 0 or setup.max_copies, "windows with copies don't ride"
     stats, metrics = simulation.assembly.cache.stats(), simulation.metrics
     assert metrics.cached_tokens > 0
     assert stats["checkpoints_created"] > 10
