@@ -608,8 +608,6 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     penalties_forget_what_came_before_preemption: Bug(
         "stream|copies were made|by the rule", {**CROWDED, "sampled_share": 1.0}
     ),
-        "stream|copies were made|by the rule", {**CROWDED, "sampled_share": 1.0}
-    ),
     seeds_by_batch_position: Bug("stream"),
     keeps_tokens_after_a_stop_string: Bug("stream", STOPPING),
     finishes_twice: Bug("terminal event"),
