@@ -39,7 +39,7 @@ quick: .venv/.dev-installed  ## the loop beside an editor, under a minute on two
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(QUICK) $(addprefix --ignore=,$(NOT_QUICK)) $(ARGS)
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --ignore=tests/sdks --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --ignore=tests/gpu --ignore=tests/sdks --durations=10 $(ARGS)
 
 test-sdks: .venv/.dev-installed  ## install SDKs, agent frameworks and benchmark clients, and run each against the server; what can't be installed is skipped
 	scripts/client_venv.sh sdks

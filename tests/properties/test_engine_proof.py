@@ -43,7 +43,6 @@ LEAST = {
     "copied to the host": 500,
     "fetched": 50,
     "fetched after preemption": 2,
-    "fetched state that was published again": 1,
     "fetched for ended request": 1,
     "evicted from the host": 100,
     "lost before it was copied": 500,
