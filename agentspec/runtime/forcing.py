@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
+from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
 from agentspec.kernels.slots import Window
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter
@@ -38,6 +39,11 @@ class Forcing:
         shape = (num_slots, num_pages * buffers.block_tokens)
         self._output_SL = torch.full(shape, -1, dtype=torch.int32, device=buffers.device) if allow_output else None
         """int32. Tokens of forced outputs at their positions in the sequence. Padding -1 (the target chooses)."""
+        self._is_right_SLK = None
+        """bool. Whether the rates accept the draft of a forced token, by the draft's place in its window. Padding True
+        (drafts stay as they are)."""
+        if self._rate_K is not None and allow_output:
+            self._is_right_SLK = torch.ones(*shape, len(self._rate_K), dtype=torch.bool, device=buffers.device)
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Store the forced outputs of requests that enter a slot."""
@@ -45,11 +51,17 @@ class Forcing:
             return
         for join in joins:
             output_L = self._output_SL[join.slot].fill_(-1)
-            if join.forced_output is not None:
-                start = len(join.prompt_ids)
-                output_L[start : start + len(join.forced_output)] = stage(
-                    np.array(join.forced_output), torch.int32, output_L.device
-                )
+            if self._is_right_SLK is not None:
+                self._is_right_SLK[join.slot] = True
+            if join.forced_output is None:
+                continue
+            start = len(join.prompt_ids)
+            stop = start + len(join.forced_output)
+            output_L[start:stop] = stage(np.array(join.forced_output), torch.int32, output_L.device)
+            if self._is_right_SLK is not None and self._rate_K is not None:
+                position_N = torch.arange(start, stop, device=output_L.device)
+                drawn_N1 = uniform(torch.full_like(position_N, join.seed), position_N, 1, PURPOSE_FORCED_ACCEPT)
+                self._is_right_SLK[join.slot, start:stop] = drawn_N1 < self._rate_K
 
     def step(
         self,
@@ -62,8 +74,8 @@ class Forcing:
         **variant: Any,
     ) -> StepResult:
         """Like decode_step."""
-        if self._rate_K is not None and self._output_SL is not None:
-            drafter = _ForcedDrafter(drafter, self._output_SL, slot_ids_B)
+        if self._output_SL is not None and self._is_right_SLK is not None:
+            drafter = _ForcedDrafter(drafter, self._output_SL, self._is_right_SLK, slot_ids_B)
         return decode_step(model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant)
 
     def _choose(
@@ -80,10 +92,13 @@ class Forcing:
 
 
 class _ForcedDrafter:
-    """Drafts the forced tokens, where there are any: an accepted draft is emitted as it is."""
+    """Drafts the forced tokens, where there are any: an accepted draft is emitted as it is.
 
-    def __init__(self, drafter: Drafter, output_SL: Tensor, slot_ids_B: Tensor) -> None:
+    A draft that the rates refuse is another token, so that copies behind it are as useless as behind a wrong draft."""
+
+    def __init__(self, drafter: Drafter, output_SL: Tensor, is_right_SLK: Tensor, slot_ids_B: Tensor) -> None:
         self._drafter, self._output_SL, self._slot_ids_B = drafter, output_SL, slot_ids_B
+        self._is_right_SLK = is_right_SLK
 
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return self._drafter.sources(num_drafted)
@@ -98,8 +113,11 @@ class _ForcedDrafter:
         num_drafted: int,
     ) -> Tensor:
         drafts_Bk = self._drafter.draft(tokens_BT, hidden_BTH, start_B, last_B, page_table_BP, num_drafted)
-        position_Bk = (start_B + last_B)[:, None] + torch.arange(1, num_drafted + 1, device=start_B.device)
-        return _forced(self._output_SL, self._slot_ids_B, position_Bk, drafts_Bk)
+        place_k = torch.arange(num_drafted, device=start_B.device)
+        position_Bk = (start_B + last_B)[:, None] + 1 + place_k
+        right_Bk = _forced(self._output_SL, self._slot_ids_B, position_Bk, drafts_Bk)
+        is_right_Bk = self._is_right_SLK[self._slot_ids_B[:, None], position_Bk, place_k]
+        return torch.where(is_right_Bk, right_Bk, (right_Bk - 1).abs())
 
 
 def _forced(output_SL: Tensor, slot_ids_B: Tensor, position_BT: Tensor, tokens_BT: Tensor) -> Tensor:

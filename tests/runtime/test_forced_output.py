@@ -202,3 +202,20 @@ def test_forced_acceptance_accepts_the_forced_output(overlap: bool) -> None:
             drafted, accepted = finish.usage.spec.drafted_by_position, finish.usage.spec.accepted_by_position
             assert accepted[0] >= drafted[0] - 1, "except a draft cut by the limit"
             assert accepted[2] < accepted[1] < drafted[1]
+
+
+def test_copies_behind_a_refused_draft_fail() -> None:
+    """A refused draft is a wrong token, as a real one would be: nothing in the text matches it."""
+    rng = random.Random(7)
+    asked = Submit(request_id="a", prompt_ids=words(rng, 50), sampling=GREEDY, forced_output=[10, 20, 30, 40] * 10)
+    offered = []
+    for rates in ((0.0, 0.0, 0.0), (1.0, 1.0, 0.5), (1.0, 1.0, 1.0)):
+        with Engine(assembly(force_acceptance=rates, copy_drafts=2, draft_tokens=3)) as engine:
+            ids, finish = engine.generate(asked)
+        assert ids == asked.forced_output
+        spec = finish.usage.spec
+        assert spec.num_accepted == sum(spec.accepted_by_position)
+        offered.append((sum(spec.drafted_by_position[3:]), sum(spec.accepted_by_position[3:])))
+    assert offered[0] == (0, 0)
+    assert offered[1][0] == offered[1][1] > 0, "copies only behind drafts that are right, and right themselves"
+    assert offered[2][0] >= offered[2][1] > 0
