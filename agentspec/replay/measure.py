@@ -238,6 +238,14 @@ class Summary:
         return 1 + self.speculation.num_accepted / self.speculation.num_steps
 
     @property
+    def emitted_by_source(self) -> dict[str, float]:
+        """Mean accepted drafts per decode step, by their source. With the bonus token: `emitted_per_step`."""
+        if self.speculation is None or not self.speculation.num_steps:
+            return {}
+        by_source = self.speculation.by_source
+        return {name: sum(counts.accepted) / self.speculation.num_steps for name, counts in by_source.items()}
+
+    @property
     def draft_acceptance(self) -> float | None:
         if self.speculation is None or not self.speculation.num_drafted:
             return None

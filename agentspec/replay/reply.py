@@ -21,22 +21,42 @@ class ServerError(AgentspecError):
     """The server refused the request, or its answer is not a complete stream."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Positions:
+    """Counts of one source's drafts, by the position among those of a step. Both lists have the same length."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+
 @dataclass(kw_only=True, slots=True)
 class Speculation:
-    """Counters of `metrics.speculative_decoding`; lists are indexed by draft position."""
+    """Counters of `metrics.speculative_decoding`."""
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
+    by_source: dict[str, Positions] = field(default_factory=dict)
+    """In the order of their places in a step's drafts."""
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        """Of a step's drafts: those of the first source, then those of the next."""
+        return [count for positions in self.by_source.values() for count in positions.drafted]
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        return [count for positions in self.by_source.values() for count in positions.accepted]
 
     def add_counters(self, other: Speculation) -> None:
         self.num_steps += other.num_steps
         self.num_drafted += other.num_drafted
         self.num_accepted += other.num_accepted
-        self.drafted_by_position = _sum(self.drafted_by_position, other.drafted_by_position)
-        self.accepted_by_position = _sum(self.accepted_by_position, other.accepted_by_position)
+        for name, positions in other.by_source.items():
+            ours = self.by_source.get(name, Positions())
+            self.by_source[name] = Positions(
+                drafted=_sum(ours.drafted, positions.drafted), accepted=_sum(ours.accepted, positions.accepted)
+            )
 
 
 async def read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -187,14 +207,16 @@ class Reply:
             num_steps=counters.get("num_spec_steps") or 0,
             num_drafted=counters.get("num_draft_tokens") or 0,
             num_accepted=counters.get("num_accepted_draft_tokens") or 0,
+            by_source={
+                name: _positions(source.get("drafted_by_position") or [], source.get("accepted_by_position") or [])
+                for name, source in (counters.get("by_source") or {}).items()
+            },
         )
-        for source in (counters.get("by_source") or {}).values():
-            self.speculation.drafted_by_position = _sum(
-                self.speculation.drafted_by_position, source.get("drafted_by_position") or []
-            )
-            self.speculation.accepted_by_position = _sum(
-                self.speculation.accepted_by_position, source.get("accepted_by_position") or []
-            )
+
+
+def _positions(drafted: list[int], accepted: list[int]) -> Positions:
+    nothing = [0] * max(len(drafted), len(accepted))
+    return Positions(drafted=_sum(drafted, nothing), accepted=_sum(accepted, nothing))
 
 
 def _sum(left: list[int], right: list[int]) -> list[int]:

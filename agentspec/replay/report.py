@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from agentspec import files
@@ -199,13 +200,21 @@ def speculation_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.speculation is None:
         return [("emitted tokens a step", NOT_REPORTED), ("acceptance by position", NOT_REPORTED)]
     emitted = "no decode steps" if summary.emitted_per_step is None else f"{summary.emitted_per_step:.2f}"
+    if len(summary.emitted_by_source) > 1:
+        parts = (f"{number:.2f} {name}" for name, number in summary.emitted_by_source.items())
+        emitted += f" = 1 + {' + '.join(parts)}"
     if not summary.speculation.num_drafted:
         accepted = "nothing was drafted"
     elif not summary.acceptance_by_position:
         accepted = NOT_REPORTED
     else:
+        rates = enumerate(summary.acceptance_by_position, start=1)
         accepted = "  ".join(
-            f"{place}: {share(rate)}" for place, rate in enumerate(summary.acceptance_by_position, start=1)
+            "  ".join(
+                [name] * (len(summary.emitted_by_source) > 1) + [f"{place}: {share(rate)}" for place, rate in own]
+            )
+            for name, counts in summary.speculation.by_source.items()
+            if (own := list(islice(rates, len(counts.drafted))))
         )
     forced = "  (forced)" if summary.forced_acceptance else ""
     return [

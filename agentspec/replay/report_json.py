@@ -46,6 +46,16 @@ def summary_json(summary: Summary) -> dict[str, Any]:
         "drafted_by_position": speculation.drafted_by_position if speculation is not None else None,
         "accepted_by_position": speculation.accepted_by_position if speculation is not None else None,
         "acceptance_by_position": summary.acceptance_by_position if speculation is not None else None,
+        "by_source": {
+            name: {
+                "emitted_per_step": summary.emitted_by_source.get(name),
+                "drafted_by_position": counts.drafted,
+                "accepted_by_position": counts.accepted,
+            }
+            for name, counts in speculation.by_source.items()
+        }
+        if speculation is not None
+        else None,
         "decode_steps": speculation.num_steps if speculation is not None else None,
         "drafted_tokens": speculation.num_drafted if speculation is not None else None,
         "accepted_tokens": speculation.num_accepted if speculation is not None else None,

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from agentspec.replay.measure import Distribution, SessionRecord, TurnRecord, hits, summarize
-from agentspec.replay.reply import Speculation
+from agentspec.replay.reply import Positions, Speculation
+from agentspec.replay.report import speculation_rows
+from agentspec.replay.report_json import summary_json
 
 
 def record(place: int = 0, **fields: object) -> TurnRecord:
@@ -93,10 +95,10 @@ def test_hit_share_pools_tokens_of_reporting_turns() -> None:
 
 def test_acceptance_pools_counts_not_rates() -> None:
     first = Speculation(
-        num_steps=10, num_drafted=15, num_accepted=9, drafted_by_position=[10, 5], accepted_by_position=[7, 2]
+        num_steps=10, num_drafted=15, num_accepted=9, by_source={"mtp": Positions(drafted=[10, 5], accepted=[7, 2])}
     )
     second = Speculation(
-        num_steps=30, num_drafted=30, num_accepted=3, drafted_by_position=[30], accepted_by_position=[3]
+        num_steps=30, num_drafted=30, num_accepted=3, by_source={"mtp": Positions(drafted=[30], accepted=[3])}
     )
     turns = [
         record(speculation=first, tokens=[(1.0, 1)]),
@@ -108,6 +110,29 @@ def test_acceptance_pools_counts_not_rates() -> None:
     assert summary.draft_acceptance == pytest.approx(12 / 45)
     assert summary.acceptance_by_position == pytest.approx([10 / 40, 2 / 5])
     assert first.drafted_by_position == [10, 5]  # summing must not change the records
+
+
+def test_sources_are_told_apart() -> None:
+    counts = Speculation(
+        num_steps=10,
+        num_drafted=22,
+        num_accepted=18,
+        by_source={
+            "mtp": Positions(drafted=[10, 10], accepted=[9, 6]),
+            "copy": Positions(drafted=[2, 2], accepted=[2, 1]),
+        },
+    )
+    turns = [record(speculation=counts, tokens=[(1.0, 1)]) for _ in range(2)]
+    summary = summarize([SessionRecord(session_id="s", group=None, num_planned=2, turns=turns)], wall=2.0)
+    assert summary.emitted_by_source == pytest.approx({"mtp": 1.5, "copy": 0.3})
+    rows = dict(speculation_rows(summary))
+    assert rows["emitted tokens a step"] == "2.80 = 1 + 1.50 mtp + 0.30 copy"
+    assert rows["acceptance by position"] == "mtp  1: 90.0%  2: 60.0%  copy  3: 100.0%  4: 50.0%"
+    assert summary_json(summary)["by_source"]["copy"] == {
+        "emitted_per_step": pytest.approx(0.3),
+        "drafted_by_position": [4, 4],
+        "accepted_by_position": [4, 2],
+    }
 
 
 def test_turn_columns_exclude_failures() -> None:

@@ -13,7 +13,7 @@ from agentspec.replay import plots
 from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
 from agentspec.replay.page import render_page, write_page
 from agentspec.replay.page_plots import MAX_TIMELINES
-from agentspec.replay.reply import Speculation
+from agentspec.replay.reply import Positions, Speculation
 from agentspec.replay.report import Report
 from agentspec.replay.slo import Slo
 
@@ -41,8 +41,7 @@ def make_report(
                     num_steps=3,
                     num_drafted=6,
                     num_accepted=1 + place,
-                    drafted_by_position=[3, 3],
-                    accepted_by_position=[3, place],
+                    by_source={"mtp": Positions(drafted=[3, 3], accepted=[3, place])},
                 )
                 turn.forced_acceptance = forced
             session.turns.append(turn)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.replay.reply import Reply, ServerError, Speculation, read_events
+from agentspec.replay.reply import Positions, Reply, ServerError, Speculation, read_events
 
 
 def collect(*lines: str) -> list[dict[str, Any]]:
@@ -145,17 +145,25 @@ def test_tokens_of_an_event_with_running_usage() -> None:
 
 def test_agentspec_speculation_counters() -> None:
     mtp = {"drafted_by_position": [10, 6], "accepted_by_position": [8, 3]}
-    suffix = {"drafted_by_position": [1, 1, 1], "accepted_by_position": [1, 1, 0]}
+    copy = {"drafted_by_position": [1, 1, 1], "accepted_by_position": [1, 1]}
     counters = {
         "num_spec_steps": 10,
         "num_draft_tokens": 19,
         "num_accepted_draft_tokens": 13,
-        "by_source": {"mtp": mtp, "suffix": suffix},
+        "by_source": {"mtp": mtp, "copy": copy},
     }
     reply = take({"choices": [], "metrics": {"speculative_decoding": counters}})
     assert reply.speculation == Speculation(
-        num_steps=10, num_drafted=19, num_accepted=13, drafted_by_position=[11, 7, 1], accepted_by_position=[9, 4, 0]
+        num_steps=10,
+        num_drafted=19,
+        num_accepted=13,
+        by_source={
+            "mtp": Positions(drafted=[10, 6], accepted=[8, 3]),
+            "copy": Positions(drafted=[1, 1, 1], accepted=[1, 1, 0]),
+        },
     )
+    assert reply.speculation.drafted_by_position == [10, 6, 1, 1, 1], "copies are behind the MTP drafts"
+    assert reply.speculation.accepted_by_position == [8, 3, 1, 1, 0]
     assert not reply.forced_acceptance
 
 
