@@ -14,7 +14,6 @@ with the reason.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import platform
 import sys
@@ -30,13 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 from agentspec.mtp.draft_vocab import draft_vocab_size
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.block_checks import check_blocks, wants_block_checks
+from benchmarks.case_runs import CaseRun
 from benchmarks.decode_checks import check_graphs, check_small_model
 from benchmarks.decode_report import Report
 from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
 from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
-from benchmarks.published import CONFIGS, MANY_GPUS, PrefilledModel, make_model
-from benchmarks.running_engine import Case, let_go, missing_bytes, missing_for_weights
+from benchmarks.published import CONFIGS, MANY_GPUS, PrefilledModel
+from benchmarks.running_engine import Case, let_go, missing_bytes
 
 CONTEXTS = (2_048, 32_768, 131_072)
 BATCHES = (1, 8, 32)
@@ -98,12 +98,8 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-class DoesNotFitError(Exception):
-    """The device has too little memory."""
-
-
-class Run:
-    """Measures cases in sequence, within a time limit, and keeps the report up to date."""
+class Run(CaseRun[Result]):
+    """Times and traces the cases, and keeps the report up to date."""
 
     def __init__(
         self,
@@ -116,34 +112,36 @@ class Run:
         fp8_drafts: bool | None = None,
         overlaps: Sequence[str] = (),
     ) -> None:
-        """deadline: on time.perf_counter's clock; no case starts after it. fp8_drafts: as in published.make_model.
-        overlaps: choices to compare."""
+        """The rest as for CaseRun. save: called after every case. overlaps: choices to compare."""
+
+        def done(result: Result) -> None:
+            save(report)
+            print(report.line(result), flush=True)
+
+        super().__init__(CONFIGS, device, deadline=deadline, done=done, fp8_drafts=fp8_drafts)
         self._report = report
-        self._device = device
         self._steps = steps
-        self._deadline = deadline
-        self._save = save
-        self._fp8_drafts = fp8_drafts
         self._overlaps = overlaps
         self._checked: set[str] = set()
         """Models whose graphs were compared with eager steps."""
 
     def time_all(self) -> None:
         """Raises CheckFailedError when a model's graphs are wrong."""
-        self._for_each(self._report.results, self._time)
+        self.for_each(self._report.results, self._time, what="run")
 
     def trace_all(self) -> None:
         """Trace the cases after all timing: the profiler stays active, and must be so before a graph is captured."""
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.cuda.synchronize()
-        self._for_each([result for result in self._report.results if result.timing is not None], self._trace)
+        timed = [result for result in self._report.results if result.timing is not None]
+        self.for_each(timed, self._trace, what="traced")
 
     def _time(self, result: Result, model: PrefilledModel) -> None:
         if result.case.model not in self._checked:
             self._report.checks.append(check_graphs(model, self._device))
             self._checked.add(result.case.model)
         case, config = result.case, CONFIGS[result.case.model]
-        self._require(missing_bytes(case, model.spec, self._device, self._steps.total))
+        self.require(missing_bytes(case, model.spec, self._device, self._steps.total))
         result.timing = time_case(case, model, self._device, self._steps)
         if config.moe is not None and case.depth != "auto":
             let_go(model)
@@ -154,7 +152,7 @@ class Run:
         )
         if config.moe is not None and self._overlaps:
             let_go(model)
-            self._require(
+            self.require(
                 missing_bytes(case, model.spec, self._device, self._steps.total, num_engines=len(self._overlaps))
             )
             result.overlap = time_overlap(case, model, self._device, self._overlaps)
@@ -166,42 +164,13 @@ class Run:
             with overlapped(turns.choice):
                 read_trace(turns, trace_case(result.case, model, self._device, self._steps))
 
-    def _require(self, missing: int) -> None:
-        if missing > 0:
-            raise DoesNotFitError(f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
-
-    def _load(self, name: str) -> PrefilledModel:
-        """Make a model; the first time, check the blocks that tiny-agent lacks. Raises DoesNotFitError."""
+    def load(self, name: str) -> PrefilledModel:
+        """The first time, check the blocks that tiny-agent lacks."""
+        self.make_room(name)
         config = CONFIGS[name]
-        let_go()  # free the previous model's memory
-        self._require(missing_for_weights(config, self._device, fp8_drafts=self._fp8_drafts is not False))
         if wants_block_checks(config) and name not in self._checked:
             self._report.checks.append(check_blocks(name, config, self._device))
-        model = make_model(name, config, device=self._device, dtype=torch.bfloat16, fp8_drafts=self._fp8_drafts)
-        let_go(model)
-        return model
-
-    def _for_each(self, results: list[Result], measure: Callable[[Result, PrefilledModel], None]) -> None:
-        """Yield each result with the model of its case, which consecutive cases share; print and save after each."""
-        for name, group in itertools.groupby(results, key=lambda result: result.case.model):
-            model: PrefilledModel | None = None
-            for result in group:
-                if time.perf_counter() > self._deadline:
-                    result.note = f"not {'run' if result.timing is None else 'traced'}: the time was up"
-                    continue
-                try:
-                    model = model or self._load(name)
-                    measure(result, model)
-                except DoesNotFitError as error:
-                    result.note = str(error)
-                except torch.OutOfMemoryError as error:
-                    result.note = f"out of memory: {error}".partition("\n")[0]
-                if model is not None:
-                    let_go(model)
-                self._save(self._report)
-                print(self._report.line(result), flush=True)
-            del model
-            gc.collect()
+        return super().load(name)
 
 
 def arguments() -> argparse.Namespace:

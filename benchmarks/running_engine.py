@@ -125,7 +125,12 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     plan = memory_for(case, spec, num_steps)
-    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts)
+    graphs = graph_bytes(
+        vocab_size=spec.vocab_size,
+        max_running=case.batch,
+        max_draft_tokens=case.max_drafts,
+        has_copies=case.copies > 0,
+    )
     graphs += prefill_graph_bytes(spec.hidden_size)
     pools = plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes
     if case.state_form == "ring":

@@ -22,7 +22,7 @@ from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_shapes, quantized_names
 from agentspec.simulate.model_costs import model_costs
-from benchmarks import block_checks, decode, decode_checks, overlap, trace
+from benchmarks import block_checks, case_runs, decode, decode_checks, overlap, trace
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.block_checks import check_blocks, wants_block_checks
 from benchmarks.decode_checks import CheckFailedError
@@ -320,7 +320,7 @@ def test_a_model_that_is_too_large_stays_in_the_table(
     monkeypatch.setattr(decode, "CONFIGS", {"toy": MOE})
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(copy=2e9, read=1e9))
-    monkeypatch.setattr(decode, "missing_for_weights", lambda *arguments, **options: 3 * 2**30)
+    monkeypatch.setattr(case_runs, "missing_for_weights", lambda *arguments, **options: 3 * 2**30)
     monkeypatch.setattr("sys.argv", ["decode", "--device", "cpu", "--models", "toy"])
     assert decode.main() == 0
     assert "does not fit: 3.0 GiB more than the device has" in capsys.readouterr().out
