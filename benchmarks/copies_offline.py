@@ -276,7 +276,7 @@ def report_file(path: Path, args: argparse.Namespace) -> Iterator[str]:
     yield ""
 
 
-def _numbers(kind: type[Any]) -> Any:
+def numbers(kind: type[Any]) -> Any:
     return lambda text: tuple(kind(part) for part in text.split(","))
 
 
@@ -288,9 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="recorded sessions (agentspec.replay/1)")
     parser.add_argument("--sessions", type=int, help="the first so many of each file")
-    parser.add_argument("--mtp-rates", type=_numbers(float), default=RATES, help="conditional, comma-separated")
-    parser.add_argument("--gates", type=_numbers(int), default=GATES, help="least match lengths, comma-separated")
-    parser.add_argument("--widths", type=_numbers(int), default=WIDTHS, help="numbers of copies, comma-separated")
+    parser.add_argument("--mtp-rates", type=numbers(float), default=RATES, help="conditional, comma-separated")
+    parser.add_argument("--gates", type=numbers(int), default=GATES, help="least match lengths, comma-separated")
+    parser.add_argument("--widths", type=numbers(int), default=WIDTHS, help="numbers of copies, comma-separated")
     parser.add_argument("--without-calls", action="store_true", help="score only answers without tool calls")
     parser.add_argument("--template", choices=("stable", "qwen35"), default="stable", help="how history is rendered")
     parser.add_argument("--tokenizer", help="a checkpoint directory; default: the bundled model's")

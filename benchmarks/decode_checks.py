@@ -27,9 +27,11 @@ class CheckFailedError(Exception):
     """The code to be measured is wrong."""
 
 
-def check_small_model(device: Device) -> str:
+def check_small_model(device: Device, *, num_copies: int = 0) -> str:
     """Compare tiny-agent's greedy float32 tokens with drafts on the device with those without drafts on the CPU. Return
     a description.
+
+    num_copies: behind the MTP drafts, in slots with rings.
 
     Raises CheckFailedError at the first difference."""
     words = random.Random(0)
@@ -38,19 +40,24 @@ def check_small_model(device: Device) -> str:
     prompts = [[words.randrange(reference.spec.num_real_tokens) for _ in range(length)] for length in PROMPT_LENGTHS]
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     expected, _ = streams(reference, prompts, greedy)
-    found, num_accepted = streams(assemble(replace(config, device=device, draft_tokens=NUM_DRAFTS)), prompts, greedy)
+    drafting = replace(config, device=device, draft_tokens=NUM_DRAFTS)
+    behind = ""
+    if num_copies:
+        drafting = replace(drafting, state_form="ring", copy_drafts=num_copies)
+        behind = f" and {num_copies} copies"
+    found, num_accepted = streams(assemble(drafting), prompts, greedy)
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours != theirs:
             place = next(place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
             raise CheckFailedError(
                 f"prompt {index} of {PROMPT_LENGTHS[index]} tokens: token {place} is {ours[place]} on {device} with "
-                f"{NUM_DRAFTS} drafts,"
+                f"{NUM_DRAFTS} drafts{behind},"
                 f" {theirs[place]} on the CPU without"
             )
     num_tokens = sum(map(len, found))
     return (
-        f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} ({num_accepted} accepted drafts) equal "
-        f"the CPU's without drafts"
+        f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} with {NUM_DRAFTS} drafts{behind} a step "
+        f"({num_accepted} accepted) equal the CPU's without"
     )
 
 

@@ -2,7 +2,8 @@
 
 Uses the whole server with float32 and a fixed number of drafts, and the bundled model by default. Sessions run
 concurrently, so the two runs batch requests differently, but tokens must not differ. Prints both runs' counts and the
-device's acceptance; exit status 1 if a token differs or a session failed.
+device's acceptance; exit status 1 if a token differs or a session failed. --copies and --tensor-parallel apply to the
+device's run only: with `--device cpu --copies 12` copies in slots with rings must not change the CPU's own tokens.
 
 --save writes the streams of one device to a file; --expected compares with such a file instead of a run on the CPU.
 """
@@ -13,7 +14,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from agentspec.config import Device, EngineConfig
 from agentspec.engine.in_process import AsyncEngine
 from agentspec.engine.local_server import LocalServer
 from agentspec.replay.options import ReplayOptions
-from agentspec.replay.report import Report, count_rows
+from agentspec.replay.report import Report, count_rows, speculation_rows
 from agentspec.replay.run import run_replay
 from agentspec.replay.schema import ReplayFile, load
 from agentspec.wire import Event, Submit, TokensEvent
@@ -60,15 +61,23 @@ class Heard:
     """None: from a file."""
 
 
-def replay(file: ReplayFile, device: Device, options: argparse.Namespace) -> Heard:
-    ranks = options.tensor_parallel if device == options.device else 1
-    engine = HeardEngine(
-        EngineConfig(model=options.model, device=device, dtype="float32", draft_tokens=options.k, tensor_parallel=ranks)
-    )
+def replay(file: ReplayFile, device: Device, options: argparse.Namespace, *, is_tried: bool) -> Heard:
+    """is_tried: False for the run that the other one is compared with."""
+    config = EngineConfig(model=options.model, device=device, dtype="float32", draft_tokens=options.k)
+    if is_tried:
+        config = replace(config, tensor_parallel=options.tensor_parallel)
+    if is_tried and options.copies:
+        config = replace(config, state_form="ring", copy_drafts=options.copies)
+    engine = HeardEngine(config)
 
     async def run() -> Report:
         async with LocalServer(engine=engine, app=engine.app).client() as client:
-            return await run_replay(file, ReplayOptions(delay_scale=0.0, sessions=options.sessions), client, None)
+            return await run_replay(
+                file,
+                ReplayOptions(delay_scale=0.0, sessions=options.sessions, concurrency=options.concurrency),
+                client,
+                None,
+            )
 
     return Heard(report=asyncio.run(run()), exchanges=engine.exchanges)
 
@@ -107,6 +116,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="checkpoint directory or hub id (default: the bundled model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
+    parser.add_argument("--copies", type=int, default=0, metavar="N", help="copies behind the drafts, on the device")
+    parser.add_argument(
+        "--concurrency", type=int, default=ReplayOptions().concurrency, metavar="N", help="sessions at the same time"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of the engine on the device")
     parser.add_argument(
         "--sampled", action="store_true", help=f"sample with {SAMPLED} instead of what the file asks for"
@@ -126,9 +139,9 @@ def main() -> int:
         file = msgspec.structs.replace(
             file, meta=msgspec.structs.replace(file.meta, defaults={**file.meta.defaults, **SAMPLED})
         )
-    found = replay(file, options.device, options)
+    found = replay(file, options.device, options, is_tried=True)
     assert found.report is not None
-    print(f"{options.device}, float32, {options.k} drafts")
+    print(f"{options.device}, float32, {options.k} drafts{f' and {options.copies} copies' * bool(options.copies)}")
     print("\n".join(f"{name:<26}{value}" for name, value in count_rows(found.report)))
     if options.save is not None:
         options.save.write_text(json.dumps(found.exchanges), encoding="utf-8")
@@ -136,7 +149,10 @@ def main() -> int:
     if options.expected is not None:
         expected = Heard(exchanges=json.loads(options.expected.read_text(encoding="utf-8")), report=None)
     else:
-        expected = replay(file, "cpu", options)
+        expected = replay(file, "cpu", options, is_tried=False)
+    if expected.report is not None:
+        rows = speculation_rows(expected.report.summary)
+        print("\n".join(["", "the CPU", *(f"{name:<26}{value}" for name, value in rows)]))
     lines = differences(as_lists(found.exchanges), as_lists(expected.exchanges))
     answers = [generated for exchanges in found.exchanges.values() for _, generated in exchanges]
     print(

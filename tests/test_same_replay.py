@@ -40,11 +40,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return same_replay.main()
 
 
-def test_a_session_depends_neither_on_drafts_nor_on_ranks(
+def test_a_session_depends_neither_on_drafts_nor_on_copies_nor_on_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "streams.json"
     assert run(monkeypatch, "--save", str(path)) == 0
-    for flags in (["--k", "1"], ["--tensor-parallel", "2"]):
+    for flags in (["--k", "1"], ["--copies", "12"], ["--tensor-parallel", "2"]):
         assert run(monkeypatch, *flags, "--expected", str(path)) == 0
         assert "0 sessions diverge" in capsys.readouterr().out
