@@ -21,10 +21,16 @@ from agentspec.errors import ConfigError
 from agentspec.kernels import Group
 from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
 from agentspec.kernels.triton.exchange import ExchangeGroup
+from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.triton.exchange_rank import small_layout
 
 PATIENCE = 100
 """Seconds until a hang is a failure."""
+
+interpreted_only = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="ranks on a CPU need Triton's interpreter; tests/gpu/test_exchange_on_cuda.py tests ranks on a CUDA device",
+)
 
 
 @contextmanager
@@ -49,12 +55,14 @@ def rank_processes(
             process.wait()
 
 
+@interpreted_only
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_equal_the_reference_on_every_rank(ranks: int, tmp_path: Path) -> None:
     with rank_processes("mixed", ranks, tmp_path, count=16 if ranks == 2 else 6) as processes:
         assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
 
 
+@interpreted_only
 @pytest.mark.parametrize("ranks", [3])
 def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path) -> None:
     with rank_processes("abort", ranks, tmp_path, count=5) as processes:
@@ -64,6 +72,7 @@ def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path)
         assert [process.wait(PATIENCE) for process in processes[:-1]] == [0] * (ranks - 1)
 
 
+@interpreted_only
 def test_freed_rank_never_sets_a_flag_again(tmp_path: Path) -> None:
     with rank_processes("freed_rank_sets_no_flags", 3, tmp_path, count=0, only=1) as (process,):
         assert process.wait(PATIENCE) == 0
