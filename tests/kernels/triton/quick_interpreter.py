@@ -6,6 +6,8 @@
   answer unless in debug mode, which cannot be requested.
 - It builds a table of all types whenever it needs numpy's type for one of Triton's, and builds a block's type again
   where it already has it.
+
+Repairs what older versions of it can't do with the numpy that is here.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+_INDEXES_BY_ONE_ELEMENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +29,8 @@ def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     options = interpreter.interpreter_builder.options
     monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=options.debug))
     _remember_types(monkeypatch)
+    if not _INDEXES_BY_ONE_ELEMENT:
+        _index_by_one_element(monkeypatch)
 
 
 def _prepare_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +66,15 @@ def _remember_types(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_get_np_dtype", remember)
     monkeypatch.setattr(tl.block_type, "to_ir", lambda block, builder: block)
+
+
+def _index_by_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a scalar bound a `range`. Its data is an array of one element in one dimension, of which Triton 3.6 takes
+    `int(data)`: numpy warns of that from 1.25 on and refuses it from 2.4 on."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
