@@ -209,12 +209,6 @@ def _share(num_elements: int, channel: Channel, num_shares: int) -> int:
 
 
 @triton.jit
-def _is_healthy(home):  # type: ignore[no-untyped-def]
-    """Whether no earlier exchange of this rank was aborted."""
-    return tl.load(_pointer(home, tl.int64), volatile=True) == 0
-
-
-@triton.jit
 def _slot(  # type: ignore[no-untyped-def]
     base,
     half,
@@ -254,6 +248,19 @@ def _addresses(table, rank, RANKS: tl.constexpr):  # type: ignore[no-untyped-def
         peer = tl.arange(0, triton.next_power_of_2(RANKS))
         everyone = tl.load(table + peer, mask=peer < RANKS, other=0)
     return tl.load(table + rank), bases, everyone
+
+
+@triton.jit
+def _begin(table, rank, RANKS: tl.constexpr, EPOCHS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How every exchange begins, `await_previous` included. Return `_addresses`, the program, its last epoch, and
+    whether no earlier exchange of this rank was aborted."""
+    release_next(PDL)
+    home, bases, everyone = _addresses(table, rank, RANKS)
+    await_previous(PDL)
+    p = tl.program_id(0).to(tl.int64)
+    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
+    healthy = tl.load(_pointer(home, tl.int64), volatile=True) == 0
+    return home, bases, everyone, p, epoch, healthy
 
 
 @triton.jit
@@ -320,6 +327,27 @@ def _await_flags(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _meet(  # type: ignore[no-untyped-def]
+    table,
+    home,
+    everyone,
+    rank,
+    p,
+    epoch,
+    healthy,
+    aborted,
+    PHASE: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """Tell every peer that this program's pushes are complete, and wait until all have told it so. See `_await_flags`
+    for what is returned."""
+    _set_flags(everyone, rank, p, epoch, healthy, PHASE, RANKS, PROGRAMS, FLAGS)
+    return _await_flags(table, home, rank, p, epoch, aborted, PHASE, RANKS, PROGRAMS, FLAGS)
+
+
+@triton.jit
 def _end(home, p, epoch, aborted, EPOCHS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the program's epoch, behind a barrier that follows every thread's load of it."""
     tl.store(_pointer(home + EPOCHS, tl.int64) + p, epoch)
@@ -374,17 +402,13 @@ def _one_shot(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """Program p adds up elements p * share to (p + 1) * share."""
-    release_next(PDL)
-    home, bases, everyone = _addresses(table, rank, RANKS)
-    await_previous(PDL)
-    p = tl.program_id(0).to(tl.int64)
+    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
     first = p * share
     i = tl.arange(0, BLOCK)
-    # In flight while the epoch is read: few tokens are a single block.
+    # Few tokens are a single block. Loaded here, it is in flight together with the epoch.
     part = tl.load(partial + first + i, mask=(i < share) & (first + i < num_elements))
-    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p) + 1
+    epoch += 1
     half = epoch % 2
-    healthy = _is_healthy(home)
     for start in range(0, share, BLOCK):
         i = start + tl.arange(0, BLOCK)
         mask = (i < share) & (first + i < num_elements)
@@ -393,8 +417,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
         for step in tl.static_range(1, RANKS):
             slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             tl.store(_wide(slot, DTYPE) + i, part, mask=mask)
-    _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
-    aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
+    aborted = _meet(table, home, everyone, rank, p, epoch, healthy, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     if aborted == 0:
         own = partial.to(tl.int64) + first * BYTES
         for start in range(0, share, BLOCK):
@@ -428,13 +451,8 @@ def _two_shot(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """In each round program p handles RANKS consecutive shares, one for each rank to add up. A round is an epoch."""
-    release_next(PDL)
-    home, bases, everyone = _addresses(table, rank, RANKS)
-    await_previous(PDL)
-    p = tl.program_id(0).to(tl.int64)
-    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
+    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
     aborted = tl.zeros_like(epoch)
-    healthy = _is_healthy(home)
     for turn in range(num_rounds):
         epoch += 1
         half = epoch % 2
@@ -444,8 +462,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
             slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             theirs = first + peer * share
             _copy(partial + theirs, _wide(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
-        _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
-        aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
+        aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 0, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             mine = first + rank * share
             own = partial.to(tl.int64) + mine * BYTES
@@ -460,8 +477,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
                     slot = _slot(bases[step - 1], half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
                     tl.store(_wide(slot, OUT_DTYPE) + i, y, mask=mask)
         healthy &= aborted == 0
-        _set_flags(everyone, rank, p, epoch, healthy, 1, RANKS, PROGRAMS, FLAGS)
-        aborted = _await_flags(table, home, rank, p, epoch, aborted, 1, RANKS, PROGRAMS, FLAGS)
+        aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 1, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             for step in tl.static_range(1, RANKS):
                 peer = (rank + step) % RANKS
@@ -507,13 +523,8 @@ def _gather(  # type: ignore[no-untyped-def]
 ):
     """A tile is BLOCK columns of a row of a part, each part as if it were as wide as the widest. In each round program
     p handles `tiles` consecutive ones. A round is an epoch."""
-    release_next(PDL)
-    home, bases, everyone = _addresses(table, rank, RANKS)
-    await_previous(PDL)
-    p = tl.program_id(0).to(tl.int64)
-    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
+    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
     aborted = tl.zeros_like(epoch)
-    healthy = _is_healthy(home)
     i = tl.arange(0, BLOCK)
     for turn in range(num_rounds):
         epoch += 1
@@ -528,8 +539,7 @@ def _gather(  # type: ignore[no-untyped-def]
             for step in tl.static_range(1, RANKS):
                 slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
                 tl.store(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, x)
-        _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
-        aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
+        aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 0, RANKS, PROGRAMS, FLAGS)
         healthy &= aborted == 0
         for step in tl.static_range(1, RANKS):
             peer = (rank + step) % RANKS
@@ -578,13 +588,9 @@ def _winners(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """Program p finds the winners of rows p, p + PROGRAMS, …"""
-    release_next(PDL)
-    home, bases, everyone = _addresses(table, rank, RANKS)
-    await_previous(PDL)
-    p = tl.program_id(0).to(tl.int64)
-    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p) + 1
+    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
+    epoch += 1
     half = epoch % 2
-    healthy = _is_healthy(home)
     i, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     n = p + i * PROGRAMS
     is_row = n < num_rows
@@ -597,8 +603,7 @@ def _winners(  # type: ignore[no-untyped-def]
     for step in tl.static_range(1, RANKS):
         slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
         tl.store(_wide(slot, tl.int64) + i, winner, mask=is_row)
-    _set_flags(everyone, rank, p, epoch, healthy, 0, RANKS, PROGRAMS, FLAGS)
-    aborted = _await_flags(table, home, rank, p, epoch, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
+    aborted = _meet(table, home, everyone, rank, p, epoch, healthy, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     for step in tl.static_range(1, RANKS):
         slot = _slot(home, half, (rank + step) % RANKS, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
         other = tl.load(_wide(slot, tl.int64) + i, mask=is_row, other=LOWEST_RANK, volatile=True)
