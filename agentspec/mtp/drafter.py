@@ -7,11 +7,28 @@ Shape letters: B slots, T columns of the window, H hidden size, P pages per sequ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from agentspec.types import DraftSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedWindow:
+    """What the target made of a step's window, which a drafter continues."""
+
+    tokens_BT: Tensor
+    """int64. The target's tokens at positions start..start+T-1; columns after `last_B` are not part of the sequence."""
+    hidden_BTH: Tensor
+    """Column t is the target's hidden of the token before tokens_BT[:, t]."""
+    start_B: Tensor
+    """int64. At least 1."""
+    last_B: Tensor
+    """int64. The last column that is part of the sequence."""
+    page_table_BP: Tensor
+    """int32."""
 
 
 class Drafter(Protocol):
@@ -21,20 +38,9 @@ class Drafter(Protocol):
         """The source of the draft at each position of a proposal of `num_drafted`. The same for every slot and step, so
         the host knows it."""
 
-    def draft(
-        self,
-        tokens_BT: Tensor,
-        hidden_BTH: Tensor,
-        start_B: Tensor,
-        last_B: Tensor,
-        page_table_BP: Tensor,
-        num_drafted: int,
-    ) -> Tensor:
+    def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
         """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted].
 
-        tokens_BT: int64, tokens at positions start..start+T-1, start at least 1; columns after `last_B` are not part of
-        the sequence.
-        hidden_BTH: column t is the target's hidden of the token before tokens_BT[:, t].
         Also called with num_drafted 0, because a drafter may have its own state to update."""
 
 
@@ -44,14 +50,6 @@ class NullDrafter:
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return ()
 
-    def draft(
-        self,
-        tokens_BT: Tensor,
-        hidden_BTH: Tensor,
-        start_B: Tensor,
-        last_B: Tensor,
-        page_table_BP: Tensor,
-        num_drafted: int,
-    ) -> Tensor:
+    def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
         assert num_drafted == 0, "the null drafter can't draft"
-        return tokens_BT[:, :0]
+        return window.tokens_BT[:, :0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentspec.models.protocol import StepModel
+from agentspec.mtp.drafter import VerifiedWindow
 from agentspec.types import DraftSource
 
 
@@ -26,22 +27,14 @@ class MtpDrafter:
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return (DraftSource.MTP,) * num_drafted
 
-    def draft(
-        self,
-        tokens_BT: Tensor,
-        hidden_BTH: Tensor,
-        start_B: Tensor,
-        last_B: Tensor,
-        page_table_BP: Tensor,
-        num_drafted: int,
-    ) -> Tensor:
-        m_BTH = self._model.mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
+    def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
+        m_BTH = self._model.mtp(window.tokens_BT, window.hidden_BTH, window.start_B, window.page_table_BP)
         if num_drafted == 0:
-            return tokens_BT[:, :0]
-        m_B1H = m_BTH.gather(1, last_B[:, None, None].expand(-1, 1, m_BTH.shape[2]))
-        position_B = start_B + last_B
+            return window.tokens_BT[:, :0]
+        m_B1H = m_BTH.gather(1, window.last_B[:, None, None].expand(-1, 1, m_BTH.shape[2]))
+        position_B = window.start_B + window.last_B
         drafts = [self._model.draft_head(m_B1H)]
         for step in range(1, num_drafted):
-            m_B1H = self._model.mtp(drafts[-1], m_B1H, position_B + step, page_table_BP)
+            m_B1H = self._model.mtp(drafts[-1], m_B1H, position_B + step, window.page_table_BP)
             drafts.append(self._model.draft_head(m_B1H))
         return torch.cat(drafts, dim=1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.kernels.slots import Window
 from agentspec.models.protocol import StepModel, VerifyBatch
-from agentspec.mtp.drafter import Drafter
+from agentspec.mtp.drafter import Drafter, VerifiedWindow
 from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.step_buffers import StepBuffers
 
@@ -106,14 +106,14 @@ def decode_step(
         count_emitted(buffers.sampling.counts_SV, slot_ids_B, commit.outcome_BF)
 
     # Draft: the MTP layer runs over the whole window to write its K/V, and drafts from the last emitted token.
-    drafted_Bk = drafter.draft(
-        chosen_BT,
-        hidden_BTH,
-        commit.draft_start_B,
-        commit.num_accepted_B,
-        window.page_table_BP,
-        min(num_drafted, buffers.max_mtp_drafts),
+    verified = VerifiedWindow(
+        tokens_BT=chosen_BT,
+        hidden_BTH=hidden_BTH,
+        start_B=commit.draft_start_B,
+        last_B=commit.num_accepted_B,
+        page_table_BP=window.page_table_BP,
     )
+    drafted_Bk = drafter.draft(verified, min(num_drafted, buffers.max_mtp_drafts))
     drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)

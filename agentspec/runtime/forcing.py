@@ -19,7 +19,7 @@ from agentspec import kernels
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
 from agentspec.kernels.slots import Window
 from agentspec.models.protocol import StepModel
-from agentspec.mtp.drafter import Drafter
+from agentspec.mtp.drafter import Drafter, VerifiedWindow
 from agentspec.runtime.decode_step import StepResult, decode_step
 from agentspec.runtime.plan import SlotJoin
 from agentspec.runtime.sampler import choose, next_positions
@@ -103,18 +103,10 @@ class _ForcedDrafter:
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return self._drafter.sources(num_drafted)
 
-    def draft(
-        self,
-        tokens_BT: Tensor,
-        hidden_BTH: Tensor,
-        start_B: Tensor,
-        last_B: Tensor,
-        page_table_BP: Tensor,
-        num_drafted: int,
-    ) -> Tensor:
-        drafts_Bk = self._drafter.draft(tokens_BT, hidden_BTH, start_B, last_B, page_table_BP, num_drafted)
-        place_k = torch.arange(num_drafted, device=start_B.device)
-        position_Bk = (start_B + last_B)[:, None] + 1 + place_k
+    def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
+        drafts_Bk = self._drafter.draft(window, num_drafted)
+        place_k = torch.arange(num_drafted, device=drafts_Bk.device)
+        position_Bk = (window.start_B + window.last_B)[:, None] + 1 + place_k
         right_Bk = _forced(self._output_SL, self._slot_ids_B, position_Bk, drafts_Bk)
         is_right_Bk = self._is_right_SLK[self._slot_ids_B[:, None], position_Bk, place_k]
         return torch.where(is_right_Bk, right_Bk, (right_Bk - 1).abs())

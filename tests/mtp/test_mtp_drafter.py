@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentspec.mtp.drafter import NullDrafter
+from agentspec.mtp.drafter import NullDrafter, VerifiedWindow
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.types import DraftSource
 from tests.fakes.hash_chain import HashChainModel
@@ -33,9 +33,14 @@ def test_drafts_continue_accepted_columns(kept: int) -> None:
         torch.tensor([1]),
         table,
     )
-    drafts = MtpDrafter(model).draft(
-        torch.tensor([window]), torch.tensor([hiddens]), torch.tensor([4]), torch.tensor([kept]), table, 3
+    verified = VerifiedWindow(
+        tokens_BT=torch.tensor([window]),
+        hidden_BTH=torch.tensor([hiddens]),
+        start_B=torch.tensor([4]),
+        last_B=torch.tensor([kept]),
+        page_table_BP=table,
     )
+    drafts = MtpDrafter(model).draft(verified, 3)
     assert drafts.tolist() == [stream[kept + 1 : kept + 4]]
     expected = model.reference_state(known + window[: kept + 1]).mtp_N
     assert model.mtp_PS[1, 1 : len(expected)].tolist() == expected[1:].tolist()
@@ -45,10 +50,14 @@ def test_depth_zero_still_writes_mtp_window(monkeypatch: pytest.MonkeyPatch) -> 
     model = HashChainModel(seed=3)
     model.allocate(num_rows=3, num_pages=3)
     monkeypatch.setattr(model, "draft_head", None)
-    tokens, hidden = torch.tensor([[4]]), torch.tensor([[hidden_of(model, [9])]])
-    drafts = MtpDrafter(model).draft(
-        tokens, hidden, torch.tensor([1]), torch.tensor([0]), torch.tensor([[2]], dtype=torch.int32), 0
+    window = VerifiedWindow(
+        tokens_BT=torch.tensor([[4]]),
+        hidden_BTH=torch.tensor([[hidden_of(model, [9])]]),
+        start_B=torch.tensor([1]),
+        last_B=torch.tensor([0]),
+        page_table_BP=torch.tensor([[2]], dtype=torch.int32),
     )
+    drafts = MtpDrafter(model).draft(window, 0)
     assert drafts.shape == (1, 0)
     assert model.mtp_PS[2, 1].item() == model.reference_state([9, 4]).mtp_N[1]
 
@@ -60,5 +69,11 @@ def test_sources_has_one_entry_per_position() -> None:
 
 def test_null_drafter_drafts_nothing() -> None:
     tokens = torch.tensor([[1, 2], [3, 4]])
-    anything = torch.zeros(2, 2, 2)
-    assert NullDrafter().draft(tokens, anything, tokens[:, 0], tokens[:, 0], tokens, 0).shape == (2, 0)
+    window = VerifiedWindow(
+        tokens_BT=tokens,
+        hidden_BTH=torch.zeros(2, 2, 2),
+        start_B=tokens[:, 0],
+        last_B=tokens[:, 0],
+        page_table_BP=tokens,
+    )
+    assert NullDrafter().draft(window, 0).shape == (2, 0)

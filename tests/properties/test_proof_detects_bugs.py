@@ -25,6 +25,7 @@ from agentspec.kernels.prefill_batch import OFFSET, READ_ROW
 from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
 from agentspec.kernels.slots import OutcomeRows, SlotState, Window
+from agentspec.mtp.drafter import VerifiedWindow
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime import decode_step, executor, sampler, scheduler
 from agentspec.runtime.admission import SessionGate
@@ -299,8 +300,8 @@ def writes_mtp_pairs_one_position_early(patch: Patch) -> None:
     """As in engines that index MTP K/V by its hidden."""
     original = MtpDrafter.draft
 
-    def draft(self: Any, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, *rest: Any) -> Tensor:
-        return original(self, tokens_BT, hidden_BTH, start_B - 1, *rest)
+    def draft(self: Any, window: VerifiedWindow, num_drafted: int) -> Tensor:
+        return original(self, replace(window, start_B=window.start_B - 1), num_drafted)
 
     patch.setattr(MtpDrafter, "draft", draft)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.window import rotate_checkpoints
 from agentspec.kernels.slots import OutcomeRows, SlotState
 from agentspec.models.protocol import VerifyBatch
+from agentspec.mtp.drafter import VerifiedWindow
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import Forward, decode_step
 from agentspec.runtime.forcing import Forcing
@@ -464,16 +466,10 @@ def test_drafter_with_one_stale_pair_is_detected(monkeypatch: pytest.MonkeyPatch
     not."""
     original = MtpDrafter.draft
 
-    def stale(
-        self: MtpDrafter,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        start: torch.Tensor,
-        last: torch.Tensor,
-        *rest: object,
-    ) -> torch.Tensor:
+    def stale(self: MtpDrafter, window: VerifiedWindow, num_drafted: int) -> torch.Tensor:
+        hidden = window.hidden_BTH
         shifted = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
-        return original(self, tokens, shifted, start, last, *rest)  # type: ignore[arg-type]
+        return original(self, replace(window, hidden_BTH=shifted), num_drafted)
 
     monkeypatch.setattr(MtpDrafter, "draft", stale)
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=2)
