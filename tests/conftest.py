@@ -3,6 +3,7 @@ workers on two cores. Without a GPU, Triton kernels are interpreted."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,17 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this at its first import, in some test module.
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is alive from garbage collection: thousands of tests and their modules, which every collection would
+    look through, and some benchmarks collect after each case."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
