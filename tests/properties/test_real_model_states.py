@@ -14,6 +14,8 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic
 from agentspec.models.protocol import VerifyBatch
+from agentspec.runtime.executor import StepTicket
+from agentspec.runtime.plan import StepPlan
 from agentspec.types import BLOCK_TOKENS, SCRATCH_ROW, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.copy_counter import CopyCounter
@@ -40,9 +42,10 @@ SETUPS = {
 RINGS = {
     "rings": EngineSetup(seed=11, max_draft_tokens=15, random_depth=True, prefill_budget=130, has_ring=True),
     "rings, tight": EngineSetup(
-        seed=9,
+        seed=11,
         max_draft_tokens=3,
         max_copies=12,
+        random_depth=True,
         prefill_budget=99,
         max_running=3,
         spare_rows=4,
@@ -90,13 +93,15 @@ def test_published_and_resumed_states_equal_scratch_prefill(
 class CallSpy:
     """Counts the windows and chunks that the model was called with."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, executor: Any) -> None:
         self.windows: list[tuple[int, int]] = []
         """(slots, columns) of each verify, and of the windows of each ride."""
         self.chunk_writes: list[int] = []
         """Number of state writes of each chunk."""
+        self.beside_chunks: list[tuple[int, bool]] = []
+        """Of each step with chunks and windows: (drafts of its windows, whether they rode)."""
         self.num_rides = self.num_folds = 0
-        verify, prefill, ride = model.verify, model.prefill, model.ride
+        verify, prefill, ride, launch = model.verify, model.prefill, model.ride, executor.launch
 
         def spy_verify(batch: VerifyBatch) -> Tensor:
             self._count_windows(batch)
@@ -115,7 +120,14 @@ class CallSpy:
             hiddens: tuple[Tensor, Tensor] = ride(prompts, windows)
             return hiddens
 
-        model.verify, model.prefill, model.ride = spy_verify, spy_prefill, spy_ride
+        def spy_launch(plan: StepPlan) -> StepTicket:
+            num_before = self.num_rides
+            ticket: StepTicket = launch(plan)
+            if plan.chunks and plan.decode_slots:
+                self.beside_chunks.append((plan.num_drafted, self.num_rides > num_before))
+            return ticket
+
+        model.verify, model.prefill, model.ride, executor.launch = spy_verify, spy_prefill, spy_ride, spy_launch
 
     def _count_windows(self, batch: VerifyBatch) -> None:
         num_slots, num_columns = batch.tokens_BT.shape
@@ -139,7 +151,7 @@ class CallSpy:
 def test_run_copies_no_state(checkpoint: Path, name: str) -> None:
     setup = (SETUPS | RINGS)[name]
     simulation = Simulation(setup, checkpoint, num_agents=5)
-    calls = CallSpy(simulation.model)
+    calls = CallSpy(simulation.model, simulation.assembly.loop.executor)
     state_traffic.reset()
     with CopyCounter(simulation.model.pools.tensors()) as counter:
         simulation.run()
@@ -147,7 +159,11 @@ def test_run_copies_no_state(checkpoint: Path, name: str) -> None:
     assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(
         simulation.model.pools["ssm_LRVDK"].shape[0], has_ring=setup.has_ring
     )
-    assert calls.num_rides > 0 or setup.max_copies, "windows with copies don't ride"
+    assert calls.num_rides > 0
+    wide = [rode for num_drafted, rode in calls.beside_chunks if num_drafted > setup.max_draft_tokens]
+    assert bool(wide) == (setup.max_copies > 0)
+    assert not any(wide), "windows with copies don't ride"
+    assert calls.num_rides == len(calls.beside_chunks) - len(wide), "all others do"
     stats, metrics = simulation.assembly.cache.stats(), simulation.metrics
     assert metrics.cached_tokens > 0
     assert stats["checkpoints_created"] > 10
