@@ -198,7 +198,7 @@ def interpreted_hopper() -> SimpleNamespace:
     hopper = ModuleType(prefill_attention_hopper.__name__)
     source = Path(prefill_attention_hopper.__file__).read_text()
     gluon = SimpleNamespace(jit=lambda function=None, **_: function or (lambda decorated: decorated))
-    tree = ast.parse(source.replace("gl.constexpr,", "tl.constexpr,"))
+    tree = ast.parse(source.replace("gl.constexpr", "tl.constexpr"))  # the name that the interpreter knows
     tree.body = [
         node
         for node in tree.body
