@@ -31,6 +31,7 @@ from agentspec.kernels.backend import (
     Norm,
     RopeTable,
 )
+from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, unpack
 from agentspec.kernels.group import GatheredGroup, Group, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
@@ -53,12 +54,16 @@ from agentspec.kernels.weights import (
 __all__ = [
     "FP8",
     "FP8_MAX",
+    "GROUPS",
     "SCALE_BLOCK",
+    "SYMMETRIC_ZERO",
     "AttentionWeights",
     "Backend",
     "BlockScaled",
     "DeltaRing",
     "DeltaWeights",
+    "FourBit",
+    "FourBitForm",
     "GatheredGroup",
     "Group",
     "KernelCompiler",
@@ -75,11 +80,13 @@ __all__ = [
     "backend",
     "compiler",
     "mix_experts",
+    "pack",
     "quantize_blocks",
     "read_hidden",
     "rope_cos_sin",
     "route_top_k",
     "scales_shape",
+    "unpack",
     "within",
 ]
 

@@ -56,6 +56,11 @@ class Weight(ABC):
     def nbytes(self) -> int: ...
 
     @property
+    def form_name(self) -> str:
+        """The form, in words."""
+        return self.plan_key
+
+    @property
     def tensor(self) -> Tensor:
         """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers, embeddings.
         AssertionError for another form."""
@@ -113,6 +118,10 @@ class Plain(Weight):
         return self.values.nbytes
 
     @property
+    def form_name(self) -> str:
+        return str(self.values.dtype).removeprefix("torch.")
+
+    @property
     def tensor(self) -> Tensor:
         return self.values
 
@@ -167,6 +176,10 @@ class BlockScaled(Weight):
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def form_name(self) -> str:
+        return f"float8_e4m3fn in blocks of {self.block_rows} x {SCALE_BLOCK}"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Exact in float32 if scales have at most 20 bits of mantissa, as those of checkpoints (bfloat16) do."""

@@ -17,7 +17,10 @@ from agentspec.kernels.reference.hidden import write_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.ranking import pack_best
 from agentspec.kernels.reference.rope import apply_rope
-from agentspec.kernels.weights import Weight
+from agentspec.kernels.weights import SCALE_BLOCK, Weight
+
+_EXPANDED = 2**25
+"""Most values of a quantised weight that a product expands at once, if that is no less than SCALE_BLOCK rows."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -25,7 +28,12 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
-    return torch_linear(x_NH, weight_OH.dequantize(x_NH.dtype))
+    if not weight_OH.is_quantized or weight_OH.shape.numel() <= _EXPANDED:
+        return torch_linear(x_NH, weight_OH.dequantize(x_NH.dtype))
+    num_rows, depth = weight_OH.shape
+    size = max(1, _EXPANDED // depth // SCALE_BLOCK) * SCALE_BLOCK
+    pieces = (weight_OH.cut((slice(first, min(first + size, num_rows)),)) for first in range(0, num_rows, size))
+    return torch.cat([torch_linear(x_NH, piece.dequantize(x_NH.dtype)) for piece in pieces], -1)
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:

@@ -1,0 +1,234 @@
+"""Weights in 4 bits with one scale per group of columns: integers, or floats of two exponent bits and one fraction bit.
+
+Owns the form: what it stands for, how it is sliced, joined and filled, and how nibbles are packed. Whatever a
+checkpoint's layout is, it is translated into this form once, at load. Knows no checkpoint and no product.
+
+Shape letters: O output features (rows), K input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from agentspec.kernels.weights import FP8, FP8_MAX, Region, Weight
+
+GROUPS = (16, 32, 128)
+"""Columns that may share a scale."""
+SYMMETRIC_ZERO = 8
+"""The code that stands for 0 where integers have no zero points."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the float codes; bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3)."""
+
+_PIECE = 2**24
+"""Values that are dequantised at once, so that what that takes beside its result doesn't grow with the weight."""
+
+FourBitKind = Literal["int4", "e2m1"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FourBitForm:
+    """What a 4-bit weight consists of. Weights are joined only if they have the same."""
+
+    kind: FourBitKind
+    group: int
+    """One of GROUPS."""
+    scale_dtype: torch.dtype = torch.bfloat16
+    """That of the file, so that no scale is rounded; float8_e4m3fn for e2m1."""
+    has_zeros: bool = False
+    """int4 alone: whether each group has its own zero point."""
+
+    def __post_init__(self) -> None:
+        assert self.group in GROUPS, f"{self.group}"
+        is_float = self.kind == "e2m1"
+        assert is_float == (self.scale_dtype == FP8), f"{self.kind} {self.scale_dtype}"
+        assert not (is_float and self.has_zeros), "floats have no zero points"
+
+    def __str__(self) -> str:
+        zeros = " with zero points" if self.has_zeros else ""
+        return f"{self.kind} in groups of {self.group}{zeros}"
+
+    def empty(self, shape: tuple[int, ...], device: torch.device) -> FourBit:
+        """Allocate a weight [..., O, K] without initializing it."""
+        *rows, depth = shape
+        return FourBit(
+            form=self,
+            values=torch.empty((*rows, depth // 2), dtype=torch.uint8, device=device),
+            scales=torch.empty((*rows, depth // self.group), dtype=self.scale_dtype, device=device),
+            zeros=torch.empty((*rows, depth // self.group), dtype=torch.uint8, device=device)
+            if self.has_zeros
+            else None,
+            multipliers=torch.empty(rows, device=device) if self.kind == "e2m1" else None,
+        )
+
+    def quantize(self, values: Tensor) -> FourBit:
+        """Round [..., O, K] to the nearest codes; a group's largest magnitude becomes 7 steps, or the float 6. Not made
+        for quality: for random weights and zeros."""
+        groups = values.float().unflatten(-1, (-1, self.group))
+        largest = groups.abs().amax(-1)
+        if self.kind == "int4":
+            scales = torch.where(largest > 0, largest / 7, 1.0).to(self.scale_dtype)
+            codes = (groups / scales.float()[..., None]).round().clamp(-8, 7) + SYMMETRIC_ZERO
+            zeros = torch.full(scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=values.device)
+            packed = pack(codes.to(torch.uint8).flatten(-2))
+            return FourBit(form=self, values=packed, scales=scales, zeros=zeros if self.has_zeros else None)
+        of_rows = largest.amax(-1)
+        multipliers = torch.where(of_rows > 0, of_rows / (E2M1[-1] * FP8_MAX), 1.0)
+        scales = (largest / E2M1[-1] / multipliers[..., None]).clamp(2**-9, FP8_MAX).to(FP8)
+        units = groups / (scales.float() * multipliers[..., None])[..., None]
+        magnitudes = torch.tensor(E2M1, device=values.device)
+        codes = torch.bucketize(units.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8)
+        packed = pack((codes | (units < 0).to(torch.uint8) << 3).flatten(-2))
+        return FourBit(form=self, values=packed, scales=scales, multipliers=multipliers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FourBit(Weight):
+    """For a matrix or each matrix of a stack, with u the code of (o, k) and g = k // group:
+
+    int4: w[o, k] = (u - zeros[o, g]) * scales[o, g], zeros 8 where there are none (GPTQ, arXiv 2210.17323; AWQ, arXiv
+    2306.00978). e2m1: w[o, k] = e2m1(u) * scales[o, g] * multipliers[o], multiplied in this order ("Pretraining Large
+    Language Models with NVFP4", arXiv 2509.25149, section 3)."""
+
+    plan_key: ClassVar[str] = "4 bits"
+
+    form: FourBitForm
+    values: Tensor
+    """Codes, uint8 [..., O, K / 2]: column 2 j in the low nibble of byte j."""
+    scales: Tensor
+    """form.scale_dtype [..., O, G]."""
+    zeros: Tensor | None = None
+    """uint8 [..., O, G], where the form has zero points."""
+    multipliers: Tensor | None = None
+    """e2m1 alone: float32 [..., O]. One a row, so that joined matrices keep each its own."""
+
+    def __post_init__(self) -> None:
+        *rows, depth = self.shape
+        assert depth % self.form.group == 0, f"{depth} columns in groups of {self.form.group}"
+        groups = (*rows, depth // self.form.group)
+        assert self.scales.shape == groups, f"scales {tuple(self.scales.shape)} of a weight {tuple(self.shape)}"
+        assert (self.values.dtype, self.scales.dtype) == (torch.uint8, self.form.scale_dtype), f"{self.scales.dtype}"
+        assert (None if self.zeros is None else tuple(self.zeros.shape)) == (groups if self.form.has_zeros else None)
+        of_rows = tuple(rows) if self.form.kind == "e2m1" else None
+        assert (None if self.multipliers is None else tuple(self.multipliers.shape)) == of_rows
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, num_bytes = self.values.shape
+        return torch.Size((*rows, 2 * num_bytes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts if part is not None)
+
+    @property
+    def form_name(self) -> str:
+        return str(self.form)
+
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.values, self.scales, self.zeros, self.multipliers
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Computed in float32, then rounded to `dtype`. Exact in float32 for int4 whose scales have at most 19 bits of
+        mantissa (bfloat16 and float16 have); e2m1 times its scale is exact, times the multiplier rounded once."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        depth = self.shape[-1]
+        values, scales, zeros, multipliers = (
+            None if part is None else part.reshape(-1, *part.shape[out.ndim - 1 :]) for part in self._parts
+        )
+        assert values is not None
+        assert scales is not None
+        table, rows = _pairs(self.form, self.device), max(1, _PIECE // depth)
+        for first in range(0, len(values), rows):
+            at = slice(first, first + rows)
+            groups = embedding(values[at].int(), table).view(-1, depth // self.form.group, self.form.group)
+            if zeros is not None:
+                groups -= zeros[at, :, None]
+            groups *= scales[at, :, None].float()
+            if multipliers is not None:
+                groups *= multipliers[at, None, None]
+            out.view(-1, depth)[at] = groups.flatten(1)
+        return out
+
+    def is_finite(self) -> bool:
+        largest = self.scales.float() * (2.0 * SYMMETRIC_ZERO if self.multipliers is None else E2M1[-1])
+        if self.multipliers is not None:
+            largest = largest * self.multipliers[..., None]
+        return bool(largest.isfinite().all())
+
+    def cut(self, region: Region) -> FourBit:
+        num_rows = self.values.ndim - 1
+        rows = region[:num_rows]
+        columns = region[num_rows:]
+        return FourBit(
+            form=self.form,
+            values=self.values[(*rows, *(_in_units(index, 2) for index in columns))],
+            scales=self.scales[(*rows, *(_in_units(index, self.form.group) for index in columns))],
+            zeros=None
+            if self.zeros is None
+            else self.zeros[(*rows, *(_in_units(index, self.form.group) for index in columns))],
+            multipliers=None if self.multipliers is None else self.multipliers[rows],
+        )
+
+    def select_rows(self, ids_O: Tensor) -> FourBit:
+        values, scales, zeros, multipliers = (None if part is None else part[ids_O] for part in self._parts)
+        assert values is not None
+        assert scales is not None
+        return FourBit(form=self.form, values=values, scales=scales, zeros=zeros, multipliers=multipliers)
+
+    def stack(self, others: Sequence[Weight]) -> FourBit:
+        parts = [self, *(self._alike(other) for other in others)]
+        return FourBit(
+            form=self.form,
+            values=torch.cat([part.values for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+            multipliers=None
+            if self.multipliers is None
+            else torch.cat([part.multipliers for part in parts if part.multipliers is not None]),
+        )
+
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        here, there = self.cut(region), self._alike(source).cut(source_region)
+        for mine, given in zip(here._parts, there._parts, strict=True):
+            if mine is not None and given is not None:
+                mine.copy_(given)
+
+    def _alike(self, other: Weight) -> FourBit:
+        assert isinstance(other, FourBit), f"{type(other).__name__} cannot be joined with 4-bit rows"
+        assert other.form == self.form, f"{other.form} cannot be joined with {self.form}"
+        return other
+
+
+def _in_units(index: int | slice, size: int) -> slice:
+    assert isinstance(index, slice), f"{index} is one column"
+    first, stop = index.start or 0, index.stop
+    assert first % size == 0, f"{first} is inside {size} columns"
+    assert stop is None or stop % size == 0, f"{stop} is inside {size} columns"
+    return slice(first // size, None if stop is None else stop // size)
+
+
+def _pairs(form: FourBitForm, device: torch.device) -> Tensor:
+    """float32 [256, 2]: what both nibbles of a byte stand for, the low one first, before any scale."""
+    if form.kind == "e2m1":
+        of_code = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+    else:
+        of_code = torch.arange(16.0, device=device) - (0 if form.has_zeros else SYMMETRIC_ZERO)
+    codes = torch.arange(256, device=device)
+    return torch.stack([of_code[codes & 15], of_code[codes >> 4]], 1)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 [..., K / 2] from codes, uint8 [..., K] below 16: the even column in the low nibble."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpack(values: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    return torch.stack([values & 15, values >> 4], -1).flatten(-2)
