@@ -320,3 +320,5 @@ class ModelSpec:
     entry_bytes: int = 0
     """Size of one token's entry in a slot's ring, over all layers. 0: the model can't use rings."""
     block_tokens: int = BLOCK_TOKENS
+    weights: str = ""
+    """How a loaded model's weights are stored, in words; of a rank its part."""

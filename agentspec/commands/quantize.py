@@ -52,7 +52,8 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
         raise CheckpointError(f"{destination.parent}: no such directory")
     config = load_text_config(source)
     if config.quantization is not None:
-        raise CheckpointError(f"{source}: is in 8 bits already (quantization_config)")
+        form = "in 8 bits" if config.quantization.is_official else "quantised"
+        raise CheckpointError(f"{source}: is {form} already (quantization_config)")
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
         partial.mkdir()

@@ -294,6 +294,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ),
         ("device", f"{setup.device}, {setup.dtype}"),
         ("ranks", _ranks(setup.num_ranks)),
+        ("weights", setup.weights),
         ("memory", f"{memory / 2**30:.2f} GiB" + (" on each rank" if setup.num_ranks > 1 else "")),
         (
             "  rows",

@@ -26,7 +26,7 @@ from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline
 from agentspec.models.protocol import StepModel
-from agentspec.models.registry import load_model, model_spec, resolved_config
+from agentspec.models.registry import load_model, model_spec, refuse_device, resolved_config
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.weights import STAGE as LOADING
 from agentspec.models.weights import resolve_checkpoint
@@ -115,10 +115,11 @@ def assemble(
     dtype = dtype_of(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     progress(LOADING, 0, 0)
+    whole = resolved_config(model_dir, random_weights=config.random_weights)
+    refuse_device(whole, device)
     with ExitStack() as stack:
         ranks = None
         if config.tensor_parallel > 1:
-            whole = resolved_config(model_dir, random_weights=config.random_weights)
             rank_config(whole, Rank(0, config.tensor_parallel))  # refuses what can't be shared before anything starts
             ranks = Ranks(config, model_dir, rank_options)
             stack.push(partial(_close_after_error, ranks))
@@ -130,9 +131,10 @@ def assemble(
             ahead = stack.enter_context(KernelsAhead(job, progress))
         grammars = None
         if serves:
-            spec = model_spec(model_dir, resolved_config(model_dir, random_weights=config.random_weights), dtype)
             grammars = constraint_source(
-                spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None
+                model_spec(model_dir, whole, dtype),
+                tokenizer.result(),
+                forces_acceptance=config.force_acceptance is not None,
             )
             grammars.prepare()
             stack.push(partial(_close_after_error, grammars))
@@ -175,6 +177,7 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
     device = torch.device("cuda")
     dtype = dtype_of(config, device)
     text_config = resolved_config(model_dir, random_weights=config.random_weights)
+    refuse_device(text_config, device)
     spec = limited(model_spec(model_dir, text_config, dtype), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
     settings = Settings.resolve(replace(config, max_running=max_running), spec, device)

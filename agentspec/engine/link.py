@@ -47,6 +47,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA graphs of its steps, or why there are none."""
     draft_vocabulary: str
     """The draft vocabulary, in words."""
+    weights: str = ""
+    """How the weights are stored, in words; of several ranks those of the first."""
     num_ranks: int = 1
     """Processes that hold the model together. Rows and pages have these numbers, and bytes, on each."""
 

@@ -270,6 +270,7 @@ def _setup(parts: Assembly) -> EngineSetup:
         block_tokens=spec.block_tokens,
         graphs=parts.graphs,
         draft_vocabulary=parts.draft_vocabulary,
+        weights=spec.weights,
         num_ranks=parts.config.tensor_parallel,
     )
 

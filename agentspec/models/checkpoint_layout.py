@@ -17,10 +17,12 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.quantization import Quantization, ScaleTensor
+from agentspec.models.quantization import Scheme, StoredTensor, is_convertible
 from agentspec.models.shards import Shard
-from agentspec.models.tensors import Parameters, parameter_forms, quantized_names
+from agentspec.models.tensors import Parameters, parameter_forms, quantized_schemes, refuse_part_blocks
 
+_SIDE = kernels.SCALE_BLOCK
+"""Of a matrix that every scheme can store."""
 _PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 
 Pick = Callable[[Tensor], Tensor]
@@ -39,20 +41,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that the checkpoint must contain."""
+    """A weight that the checkpoint must contain: one tensor, or those of its scheme."""
 
     shape: tuple[int, ...]
     targets: tuple[Target, ...]
-    quantization: Quantization | None = None
+    scheme: Scheme | None = None
     """How it is stored; None: as plain floats."""
     shard: Shard | None = None
     """The cut of a tensor whose targets pick: from a rank's part of it they pick the rank's parts. None: the targets'
     parameters say what is read."""
 
-    @property
-    def scale_tensors(self) -> tuple[ScaleTensor, ...]:
-        """The multipliers that the checkpoint must contain for this tensor."""
-        return () if self.quantization is None else self.quantization.scale_tensors(self.shape)
+    def tensors(self, name: str) -> dict[str, StoredTensor]:
+        """The tensors of a quantised source, by name; its own name is `name`."""
+        return {} if self.scheme is None else self.scheme.tensors(name, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,12 @@ class Layout:
     parameters: Parameters
     """Every parameter, by canonical name."""
     sources: dict[str, Source]
-    """Every tensor that the checkpoint must contain, except the multipliers of quantised ones."""
+    """Every weight that the checkpoint must contain. One that isn't quantised is a tensor of this name."""
+    schemes: dict[str, Scheme]
+    """Of the parameters that are quantised in memory."""
     block_rows: dict[str, int]
-    """For each quantised parameter, the number of rows that may share a multiplier. Smaller than in the checkpoint
-    where joined parts don't fill whole blocks."""
+    """For each of these, the number of rows that may share a multiplier. Smaller than in the checkpoint where joined
+    parts don't fill whole blocks."""
 
 
 def roots_with_split_experts(present: set[str]) -> set[str]:
@@ -78,44 +81,74 @@ def checkpoint_layout(config: TextConfig, present: set[str], num_ranks: int = 1)
     `model` and `mtp`.
 
     present: canonical names of the tensors that it contains. num_ranks: as in `parameter_forms`. Raises
-    UnsupportedModelError for 8-bit weights that can't be read (`quantized_names`)."""
+    UnsupportedModelError for quantised weights that can't be read (`quantized_schemes`)."""
     by_expert = roots_with_split_experts(present)
-    parameters, quantized = parameter_forms(config, num_ranks), quantized_names(config)
+    parameters = parameter_forms(config, num_ranks)
+    quantized = _without_plain_mtp(quantized_schemes(config), config, present)
     sources: dict[str, Source] = {}
     for name, parameter in parameters.items():
-        shape, quantization = parameter.shape, config.quantization if name in quantized else None
+        shape, scheme = parameter.shape, quantized.get(name) or _expanded(name, parameter.shape, config, present)
         if ".mlp.experts." in name and name.split(".")[0] in by_expert:
-            sources |= _per_expert(name, shape, quantization)
+            sources |= _per_expert(name, shape, scheme)
         elif config.packed_projections and ".linear_attn.in_proj_" in name:
             if name.endswith("in_proj_qkv.weight"):
                 sources |= _packed(config, name.removesuffix("in_proj_qkv.weight"))
         else:
-            sources[name] = Source(shape, (Target(name),), quantization)
+            sources[name] = Source(shape, (Target(name),), scheme)
     block_rows = dict.fromkeys(quantized, kernels.SCALE_BLOCK)
     for source in sources.values():
         for target in source.targets:
             if target.parameter in quantized:
                 starts = [index.start for index in target.region if isinstance(index, slice)]
                 block_rows[target.parameter] = math.gcd(block_rows[target.parameter], *starts)
-    return Layout(parameters, sources, block_rows)
+    return Layout(parameters, sources, quantized, block_rows)
 
 
-def _per_expert(name: str, shape: tuple[int, ...], quantization: Quantization | None) -> dict[str, Source]:
+def _without_plain_mtp(schemes: dict[str, Scheme], config: TextConfig, present: set[str]) -> dict[str, Scheme]:
+    """The schemes of what the checkpoint stores: formats other than the official one are written by tools that don't
+    know the MTP head, so it may be plain as a whole although no list excludes it."""
+    mtp = {name: scheme for name, scheme in schemes.items() if name.startswith("mtp.")}
+    if config.quantization is None or config.quantization.is_official or not mtp:
+        return schemes
+    beside = {tensor for scheme in mtp.values() for tensor in _beside_weight(scheme)}
+    if any(name.startswith("mtp.") and name.rpartition(".")[2] in beside for name in present):
+        return schemes
+    return {name: scheme for name, scheme in schemes.items() if name not in mtp}
+
+
+def _beside_weight(scheme: Scheme) -> set[str]:
+    """The tensors that a module has only if it is quantised, by their names in it."""
+    return scheme.tensors("weight", (_SIDE, _SIDE)).keys() - {"weight", "bias"}
+
+
+def _expanded(name: str, shape: tuple[int, ...], config: TextConfig, present: set[str]) -> Scheme | None:
+    """The scheme of a parameter that is quantised in the checkpoint alone, and plain in memory: the head, or a
+    projection that only other formats quantise. Config and tensors must both say so."""
+    if config.quantization is None or config.quantization.is_official or len(shape) != 2 or is_convertible(name):
+        return None
+    scheme = config.quantization.scheme(name.removesuffix(".weight"))
+    if scheme is None or not {name.removesuffix("weight") + tensor for tensor in _beside_weight(scheme)} & present:
+        return None
+    refuse_part_blocks(name, shape, scheme)
+    return scheme
+
+
+def _per_expert(name: str, shape: tuple[int, ...], scheme: Scheme | None) -> dict[str, Source]:
     prefix, kind = name.rsplit(".", 1)
     num_experts, rows, columns = shape
     if kind == "down_proj":
         return {
-            f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), quantization)
+            f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), scheme)
             for e in range(num_experts)
         }
     width = rows // 2
     sources = {}
     for e in range(num_experts):
         sources[f"{prefix}.{e}.gate_proj.weight"] = Source(
-            (width, columns), (Target(name, (e, slice(0, width))),), quantization
+            (width, columns), (Target(name, (e, slice(0, width))),), scheme
         )
         sources[f"{prefix}.{e}.up_proj.weight"] = Source(
-            (width, columns), (Target(name, (e, slice(width, rows))),), quantization
+            (width, columns), (Target(name, (e, slice(width, rows))),), scheme
         )
     return sources
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
-from agentspec.files import read_object
-from agentspec.models.quantization import Quantization, parse_quantization
+from agentspec.files import is_there, read_object
+from agentspec.models.quantised.parse import FILE, parse_quantization
+from agentspec.models.quantization import Quantization
 
 LayerType = Literal["linear_attention", "full_attention"]
 GateType = Literal["silu", "sigmoid"]
@@ -201,12 +202,18 @@ def _short_repr(value: object) -> str:
 def load_text_config(directory: Path) -> TextConfig:
     """Parse `directory/config.json`. Raises CheckpointError, or UnsupportedModelError that names the unsupported
     value."""
-    path = directory / "config.json"
-    return parse_text_config(read_object(path), where=str(path))
+    path, beside = directory / "config.json", directory / FILE
+    return parse_text_config(
+        read_object(path), where=str(path), quantization=read_object(beside) if is_there(beside) else None
+    )
 
 
-def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> TextConfig:
-    """TextConfig from a wrapper (with `text_config` inside) or a flat config."""
+def parse_text_config(
+    raw: Mapping[str, Any], *, where: str = "config.json", quantization: Mapping[str, Any] | None = None
+) -> TextConfig:
+    """TextConfig from a wrapper (with `text_config` inside) or a flat config.
+
+    quantization: the content of hf_quant_config.json, if there is one."""
     outer_type = raw.get("model_type")
     if outer_type not in _DENSE_TYPES + _MOE_TYPES:
         raise UnsupportedModelError(
@@ -265,7 +272,7 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
         eos_token_ids=tuple(
             dict.fromkeys(token_ids(raw, "eos_token_id", where) + token_ids(text, "eos_token_id", where))
         ),
-        quantization=parse_quantization(raw, text, where),
+        quantization=parse_quantization(raw, text, where, quantization),
     )
 
 

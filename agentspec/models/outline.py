@@ -15,7 +15,7 @@ from agentspec import kernels
 from agentspec.models.hf_config import LayerType, TextConfig
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
-from agentspec.models.tensors import empty_parameter, parameter_forms, quantized_names
+from agentspec.models.tensors import empty_parameter, parameter_forms, quantized_schemes
 from agentspec.types import ModelSpec
 
 META = torch.device("meta")
@@ -34,16 +34,15 @@ def outline(
 
     Layers are of one kind if they have the same mixer and the same quantised parameters: the kernels that a layer
     launches depend on nothing else."""
-    quantized = quantized_names(config)
-    layers = _kinds(config, quantized)
+    quantized = quantized_schemes(config)
+    layers = _kinds(config, frozenset(quantized))
     parameters: dict[str, kernels.Weight] = {}
     for name, parameter in parameter_forms(config, rank.count).items():
         layer = _layer_index(name)
         if layer is None or layer in layers:
             kept = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layers[layer]}.", 1)
-            block_rows = kernels.SCALE_BLOCK if name in quantized else None
             parameters[kept] = empty_parameter(
-                config, name, parameter, device=META, dtype=dtype, block_rows=block_rows, rank=rank
+                name, parameter, quantized.get(name), device=META, dtype=dtype, rank=rank
             )
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
     config = replace(rank_config(config, rank), layer_types=types)

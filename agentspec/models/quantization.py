@@ -1,8 +1,7 @@
-"""Quantised weights: which parameters may be quantised, the config's `quantization_config`, and the forms in files and
-in memory.
+"""Quantised weights: which parameters may be quantised, what a format has to say, and the family's official format.
 
 Owns names, JSON, and the conversion from a file's tensors to a form of the kernels (`kernels.Weight`). The arithmetic
-is in the kernels, file access in `weights.py`.
+is in the kernels, file access in `weights.py`, other formats in `quantised/`.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ _CONVERTIBLE = re.compile(
     r"|mlp\.(shared_expert\.|experts\.\d+\.)?(gate|up|down)_proj\.weight"
     r"|mlp\.experts\.(gate_up|down)_proj)"
 )
+_EXPERT_MODULE = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate_proj|up_proj|down_proj)")
 _BLOCK = kernels.SCALE_BLOCK
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 QUANTIZATION_FIELDS: dict[str, object] = {
@@ -48,31 +48,43 @@ _HARMLESS: dict[str, object] = {"dequantize": True, "scale_fmt": "float", "exper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleTensor:
-    """A tensor of multipliers that a checkpoint must contain besides a quantised tensor."""
+class StoredTensor:
+    """A tensor of a checkpoint that a quantised weight consists of."""
 
-    suffix: str
-    """Appended to the name of the quantised tensor."""
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Any of these."""
     dtypes: tuple[str, ...]
     """Any of these, by their safetensors names."""
+    what: str = "multipliers"
+    """In the plural, for errors."""
+    is_optional: bool = False
+    """Whether it may be missing. Nothing reads it then but `complaint`."""
+    complaint: Callable[[Tensor], str | None] | None = None
+    """Says what is wrong with the values of a tensor that has only one right content; None: nothing."""
 
 
-class Quantization(Protocol):
-    """How a checkpoint stores every convertible linear that isn't excluded, and its form in memory."""
+class Scheme(Protocol):
+    """How a quantised weight is stored, and its form in memory."""
 
     dtype: ClassVar[str]
     """Of the values, by its safetensors name."""
-    column_block: ClassVar[int]
-    """Columns that share a multiplier. Ranks never split them; they may split the rows of a block."""
+    bits: ClassVar[int]
+    """Of a value."""
 
     @property
-    def excluded(self) -> frozenset[str]:
-        """Modules in full precision, as whole dotted paths in canonical names. Some may not exist. A path doesn't
-        exclude longer paths that start with it (`mlp.gate` isn't `mlp.gate_proj`)."""
+    def column_block(self) -> int:
+        """Columns that share a multiplier. Ranks never split them; they may split the rows of a block."""
 
-    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
-        """The multipliers for values of this shape."""
+    @property
+    def has_part_blocks(self) -> bool:
+        """Whether the last block of a row may have fewer columns."""
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """The tensors of the weight `name`, by their names; one with the weight's own name has its values. Raises
+        UnsupportedModelError for shapes that the format can't store."""
+
+    def as_stored(self, name: str, dtype: Callable[[str], str]) -> Scheme:
+        """The same scheme with what only the file's header says of the weight `name`. dtype: of a tensor."""
 
     def read(self, name: str, tensor: ReadTensor, region: kernels.Region = ()) -> kernels.Weight:
         """A region of the weight `name`, on the CPU; reads nothing else than its values and multipliers. region: slices
@@ -88,31 +100,64 @@ class Quantization(Protocol):
         """The nearest weight, in the form that `read` returns."""
 
 
+class Quantization(Protocol):
+    """What a config says of the quantisation of each module."""
+
+    @property
+    def column_block(self) -> int:
+        """A multiple of what each scheme has."""
+
+    @property
+    def is_official(self) -> bool:
+        """Whether it is the family's own format. Only in other ones may weights be quantised in the files that are
+        plain in memory, such as the head."""
+
+    @property
+    def cpu_only(self) -> str | None:
+        """What no GPU kernel takes so far, as a plural; None: nothing."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how the checkpoint is served."""
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a module is stored if it can be quantised, by its canonical name (`canonical_name`), which may be that of
+        an expert's part; None: in full precision."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Blocks:
-    """The official format, a Quantization: float8_e4m3fn with one multiplier for each block of 128 x 128."""
+    """The official format, a Quantization with itself as its only Scheme: float8_e4m3fn with one multiplier for each
+    block of 128 x 128."""
 
     dtype: ClassVar[str] = "F8_E4M3"
+    bits: ClassVar[int] = 8
     column_block: ClassVar[int] = kernels.SCALE_BLOCK
+    has_part_blocks: ClassVar[bool] = True
+    is_official: ClassVar[bool] = True
+    cpu_only: ClassVar[str | None] = None
+    notes: ClassVar[tuple[str, ...]] = ()
 
     excluded: frozenset[str]
+    """Modules in full precision, as whole dotted paths in canonical names. Some may not exist. A path doesn't exclude
+    longer paths that start with it (`mlp.gate` isn't `mlp.gate_proj`), except those of the experts in a stack."""
 
-    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
-        return (ScaleTensor(suffix=SCALE_SUFFIX, shape=kernels.scales_shape(shape), dtypes=("F32", "BF16")),)
+    def scheme(self, module: str) -> Scheme | None:
+        expert = _EXPERT_MODULE.fullmatch(module)
+        paths = {module}
+        if expert is not None:
+            stack, part = expert.groups()
+            paths |= {stack, f"{stack}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"}
+        return None if paths & self.excluded else self
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        return block_tensors(name, SCALE_SUFFIX, shape)
+
+    def as_stored(self, name: str, dtype: Callable[[str], str]) -> Scheme:
+        return self
 
     def read(self, name: str, tensor: ReadTensor, region: kernels.Region = ()) -> kernels.Weight:
-        values = tensor(name, region)
-        num_stacked = values.ndim - 2
-        ends = [index for index in region[num_stacked:] if isinstance(index, slice)]
-        blocks = (slice((at.start or 0) // _BLOCK, None if at.stop is None else -(-at.stop // _BLOCK)) for at in ends)
-        scales = tensor(name + SCALE_SUFFIX, (*region[:num_stacked], *blocks)).float()
-        inside = (ends[0].start or 0) % _BLOCK if ends else 0
-        block_rows = math.gcd(_BLOCK, inside)
-        if inside:
-            # The rows begin inside a block: in smaller blocks they begin one.
-            first, num_blocks = inside // block_rows, -(-values.shape[-2] // block_rows)
-            scales = scales.repeat_interleave(_BLOCK // block_rows, -2)[..., first : first + num_blocks, :].contiguous()
-        return kernels.BlockScaled(values=values, scales=scales, block_rows=block_rows)
+        return read_blocks(name, SCALE_SUFFIX, tensor, region)
 
     def empty(
         self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
@@ -121,6 +166,30 @@ class Fp8Blocks:
 
     def quantize(self, values: Tensor) -> kernels.Weight:
         return kernels.quantize_blocks(values)
+
+
+def block_tensors(name: str, suffix: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+    """Scheme.tensors of float8_e4m3fn in blocks of 128 x 128. suffix: appended to the name for the multipliers."""
+    return {
+        name: StoredTensor(shapes=(shape,), dtypes=("F8_E4M3",), what="values"),
+        name + suffix: StoredTensor(shapes=(kernels.scales_shape(shape),), dtypes=("F32", "BF16")),
+    }
+
+
+def read_blocks(name: str, suffix: str, tensor: ReadTensor, region: kernels.Region) -> kernels.Weight:
+    """Scheme.read of `block_tensors`."""
+    values = tensor(name, region)
+    num_stacked = values.ndim - 2
+    ends = [index for index in region[num_stacked:] if isinstance(index, slice)]
+    blocks = (slice((at.start or 0) // _BLOCK, None if at.stop is None else -(-at.stop // _BLOCK)) for at in ends)
+    scales = tensor(name + suffix, (*region[:num_stacked], *blocks)).float()
+    inside = (ends[0].start or 0) % _BLOCK if ends else 0
+    block_rows = math.gcd(_BLOCK, inside)
+    if inside:
+        # The rows begin inside a block: in smaller blocks they begin one.
+        first, num_blocks = inside // block_rows, -(-values.shape[-2] // block_rows)
+        scales = scales.repeat_interleave(_BLOCK // block_rows, -2)[..., first : first + num_blocks, :].contiguous()
+    return kernels.BlockScaled(values=values, scales=scales, block_rows=block_rows)
 
 
 def keeps_blocks(device: torch.device) -> bool:
@@ -144,7 +213,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_convertible(name: str) -> bool:
-    """Whether a parameter, by canonical name or by that of one expert's part, may be in 8-bit floats.
+    """Whether a parameter, by canonical name or by that of one expert's part, may be quantised in memory.
 
     Never: norms, the recurrence's control tensors (A_log, dt_bias, conv1d, in_proj_a, in_proj_b), router and shared
     gate, embeddings, lm_head, mtp.fc, and Qwen3-Next's packed projections, where rows of different parts would share a
@@ -152,23 +221,8 @@ def is_convertible(name: str) -> bool:
     return _CONVERTIBLE.fullmatch(name) is not None
 
 
-def parse_quantization(raw: Mapping[str, Any], text: Mapping[str, Any], where: str) -> Fp8Blocks | None:
-    """The quantisation of a config (`raw`) or its text part; None if there is none. Raises CheckpointError, or
-    UnsupportedModelError that names field and value."""
-    found = set()
-    for label, holder in (("quantization_config", raw), ("text_config.quantization_config", text)):
-        quantization = holder.get("quantization_config")
-        if quantization is None:
-            continue
-        if not isinstance(quantization, Mapping):
-            raise CheckpointError(f"{where}: {label} must be an object")
-        found.add(_parse(quantization, f"{where}: {label}"))
-    if len(found) > 1:
-        raise CheckpointError(f"{where}: quantization_config and text_config.quantization_config differ")
-    return found.pop() if found else None
-
-
-def _parse(quantization: Mapping[str, Any], where: str) -> Fp8Blocks:
+def parse_fp8(quantization: Mapping[str, Any], where: str) -> Fp8Blocks:
+    """The official format. Raises CheckpointError, or UnsupportedModelError that names field and value."""
     for name, supported in QUANTIZATION_FIELDS.items():
         value = quantization.get(name, _DEFAULTS.get(name))
         if value != supported:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from agentspec import kernels
+from agentspec.errors import ConfigError
 from agentspec.models import vocabulary
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
+from agentspec.models.stored import describe
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec, Progress, no_progress
@@ -42,13 +45,24 @@ def load_model(
     Raises ConfigError if the ranks can't share the model, CheckpointError, or UnsupportedModelError that names the
     unsupported value."""
     config = resolved_config(path, random_weights=random_weights)
+    refuse_device(config, device)
+    notes = [] if config.quantization is None else [*config.quantization.notes]
     if random_weights:
         parameters = random_parameters(config, device=device, dtype=dtype, seed=seed, rank=rank)
     else:
         with Checkpoint(path) as checkpoint:
             parameters = checkpoint.load(config, device=device, dtype=dtype, rank=rank, progress=progress)
-    spec = model_spec(path, config, dtype, rank)
+            if unused := checkpoint.unused(config):
+                notes.append(f"{len(unused)} multipliers of keys and values are not used")
+    spec = replace(model_spec(path, config, dtype, rank), weights=describe(config, parameters, notes))
     return Qwen3_5Model(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)
+
+
+def refuse_device(config: TextConfig, device: torch.device) -> None:
+    """Raise ConfigError for a checkpoint whose weights no kernel of the device takes."""
+    reason = None if config.quantization is None else config.quantization.cpu_only
+    if reason is not None and device.type != "cpu":
+        raise ConfigError("device", device.type, f"{reason} run on the CPU reference only so far")
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:

@@ -9,7 +9,7 @@ to them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
 from agentspec.models.hf_config import CONV_TAPS, TextConfig
-from agentspec.models.quantization import is_convertible
+from agentspec.models.quantization import Quantization, Scheme, is_convertible
 from agentspec.models.shards import (
     SINGLE_RANK,
     Rank,
@@ -34,7 +34,7 @@ from agentspec.models.shards import (
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 """Modules with the same input, whose rows are multiplied as one matrix."""
 _RANDOM_SLICE = 2**26
-"""Number of float32 values from which random 8-bit experts are made at a time."""
+"""Number of float32 values from which random quantised experts are made at a time."""
 
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
@@ -167,51 +167,89 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def quantized_names(config: TextConfig) -> frozenset[str]:
-    """The parameters that are quantised in the checkpoint: every convertible one that the config doesn't exclude.
+    """The names of `quantized_schemes`."""
+    return frozenset(quantized_schemes(config))
 
-    Raises UnsupportedModelError for exclusions that split a matrix of _STACKED, and for quantised packed
-    projections."""
+
+def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
+    """How the parameters are stored that are quantised in the checkpoint and in memory: every convertible one that the
+    config doesn't exclude.
+
+    Raises UnsupportedModelError for exclusions that split a matrix of _STACKED, for quantised packed projections, and
+    for columns that aren't whole groups."""
     if config.quantization is None:
-        return frozenset()
-    names = [name for name in parameter_shapes(config) if is_convertible(name)]
-    quantized = frozenset(name for name in names if not _is_excluded(name, config, config.quantization.excluded))
-    for first, *others in _STACKED:
-        for name in names:
-            if not name.endswith(f".{first}.weight"):
-                continue
-            parts = {name, *(name.replace(f".{first}.", f".{other}.") for other in others)}
-            if parts & quantized and parts - quantized:
-                raise UnsupportedModelError(
-                    f"quantization_config excludes {', '.join(sorted(parts - quantized))} "
-                    f"but not {', '.join(sorted(parts & quantized))}: "
-                    "their rows are one matrix here, so all of them or none"
-                )
-    return quantized
+        return {}
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if is_convertible(name)}
+    schemes = {name: _scheme(name, config, config.quantization) for name in shapes}
+    for parts in stacked_parts(shapes):
+        refuse_unlike_parts({part: schemes[part] for part in parts})
+    found = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    for name, scheme in found.items():
+        refuse_part_blocks(name, shapes[name], scheme)
+    return found
 
 
-def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> bool:
-    """Whether the exclusion list names a convertible parameter, in any checkpoint layout."""
+def stacked_parts(names: Iterable[str]) -> Iterator[list[str]]:
+    """The lists of parameters whose rows are one matrix, for those of `names` that begin one."""
+    for name in names:
+        for first, *others in _STACKED:
+            if name.endswith(f".{first}.weight"):
+                yield [name, *(name.replace(f".{first}.", f".{other}.") for other in others)]
+
+
+def refuse_unlike_parts(parts: Mapping[str, Scheme | None]) -> None:
+    """Raise UnsupportedModelError if parts of one matrix are stored differently."""
+    plain = sorted(name for name, scheme in parts.items() if scheme is None)
+    quantized = sorted(parts.keys() - plain)
+    if plain and quantized:
+        raise UnsupportedModelError(
+            f"quantization_config excludes {', '.join(plain)} but not {', '.join(quantized)}: "
+            "their rows are one matrix here, so all of them or none"
+        )
+    if len({*parts.values()}) > 1:
+        raise UnsupportedModelError(
+            f"{', '.join(quantized)} are stored in different forms; their rows are one matrix here, so all in one form"
+        )
+
+
+def refuse_part_blocks(name: str, shape: tuple[int, ...], scheme: Scheme) -> None:
+    """Raise UnsupportedModelError if a row isn't whole blocks, where it must be."""
+    if not scheme.has_part_blocks and shape[-1] % scheme.column_block:
+        raise UnsupportedModelError(
+            f"{name}: its {shape[-1]} columns aren't whole groups of {scheme.column_block}, which share a scale"
+        )
+
+
+def _scheme(name: str, config: TextConfig, quantization: Quantization) -> Scheme | None:
+    """How a convertible parameter is stored, in any checkpoint layout; None: in full precision."""
     prefix, _, last = name.removesuffix(".weight").rpartition(".")
     if config.packed_projections and last in ("in_proj_qkv", "in_proj_z"):
-        if f"{prefix}.in_proj_qkvz" not in excluded:
+        packed = quantization.scheme(f"{prefix}.in_proj_qkvz")
+        if packed is not None:
             raise UnsupportedModelError(
-                f"{prefix}.in_proj_qkvz: packed projections in 8 bits are not supported "
+                f"{prefix}.in_proj_qkvz: packed projections in {packed.bits} bits are not supported "
                 "(rows of q, k, v and z share multipliers); quantization_config must exclude it"
             )
-        return True
+        return None
     if not prefix.endswith(".experts"):
-        return f"{prefix}.{last}" in excluded
-    if prefix in excluded or name in excluded:
-        return True
+        return quantization.scheme(f"{prefix}.{last}")
     assert config.moe is not None
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-    modules = {f"{prefix}.{expert}.{part}" for expert in range(config.moe.num_experts) for part in parts}
-    if modules & excluded and modules - excluded:
+    modules = [f"{prefix}.{expert}.{part}" for expert in range(config.moe.num_experts) for part in parts]
+    schemes = {module: quantization.scheme(module) for module in modules}
+    if len({*schemes.values()}) > 1:
+        excluded = sorted(module for module, scheme in schemes.items() if scheme is None)
+        if excluded:
+            raise UnsupportedModelError(
+                f"quantization_config excludes {excluded[0]} but not {min(schemes.keys() - excluded)}: "
+                "all experts or none"
+            )
+        first = schemes[modules[0]]
+        other = next(module for module, scheme in schemes.items() if scheme != first)
         raise UnsupportedModelError(
-            f"quantization_config excludes {min(modules & excluded)} but not {min(modules - excluded)}: "
-            "all experts or none"
+            f"{modules[0]} and {other} are stored in different forms; all experts of a layer must have one"
         )
-    return modules <= excluded
+    return schemes[modules[0]]
 
 
 def random_parameters(
@@ -220,58 +258,62 @@ def random_parameters(
     """A rank's part of untrained parameters with realistic scales, made on the device. One seed gives the same values
     on one device type, whatever the number of ranks: each parameter is made whole and then cut.
 
-    Parameters that the config quantises have the form of `empty_parameter`."""
+    Quantised parameters have the form of `empty_parameter`."""
     generator = torch.Generator(device).manual_seed(seed)
-    quantized = dict.fromkeys(quantized_names(config), kernels.SCALE_BLOCK)
+    schemes = quantized_schemes(config)
     found = {}
     for name, parameter in parameter_forms(config, rank.count).items():
-        weight = empty_parameter(config, name, parameter, device=device, dtype=dtype, block_rows=quantized.get(name))
-        if name in quantized:
-            _fill_quantized(config, weight, generator)
+        scheme = schemes.get(name)
+        weight = empty_parameter(name, parameter, scheme, device=device, dtype=dtype)
+        if scheme is not None:
+            _fill_quantized(scheme, weight, generator)
         else:
             _fill_plain(name, weight.tensor, generator)
-        found[name] = _cut(config, name, parameter, weight, dtype=dtype, rank=rank)
+        found[name] = _cut(name, parameter, scheme, weight, dtype=dtype, rank=rank)
     return found
 
 
 def _cut(
-    config: TextConfig, name: str, parameter: Parameter, whole: kernels.Weight, *, dtype: torch.dtype, rank: Rank
+    name: str,
+    parameter: Parameter,
+    scheme: Scheme | None,
+    whole: kernels.Weight,
+    *,
+    dtype: torch.dtype,
+    rank: Rank,
 ) -> kernels.Weight:
     """A rank's part of a parameter, which is the parameter itself where the rank holds all of it."""
     if parameter.shard is None or rank.count == 1:
         return whole
-    block_rows = kernels.SCALE_BLOCK if whole.is_quantized else None
-    part = empty_parameter(config, name, parameter, device=whole.device, dtype=dtype, block_rows=block_rows, rank=rank)
+    part = empty_parameter(name, parameter, scheme, device=whole.device, dtype=dtype, rank=rank)
     for region, taken in split_region(name, (), parameter.shard, rank):
         part.fill(region, whole, taken)
     return part
 
 
 def empty_parameter(
-    config: TextConfig,
     name: str,
     parameter: Parameter,
+    scheme: Scheme | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    block_rows: int | None,
+    block_rows: int = kernels.SCALE_BLOCK,
     rank: Rank = SINGLE_RANK,
 ) -> kernels.Weight:
-    """A rank's part of a parameter: zeros where another rank holds its unit, uninitialised otherwise. A quantised one
-    has the form that the config's quantisation has on the device (Quantization.empty).
+    """A rank's part of a parameter: zeros where another rank holds its unit, uninitialised otherwise.
 
-    block_rows: as in Quantization.empty, for the whole parameter; None for a parameter that isn't quantised."""
+    scheme: of a quantised parameter; its form on the device is that of Scheme.empty. block_rows: as there, for the
+    whole parameter."""
     shape, shard = shard_shape(name, parameter.shape, parameter.shard, rank), parameter.shard
-    if block_rows is None:
+    if scheme is None:
         weight: kernels.Weight = kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))
     else:
-        assert config.quantization is not None
         block_rows = math.gcd(block_rows, row_alignment(name, parameter.shape, shard, rank))
-        weight = config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
+        weight = scheme.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
     if shard is not None and shard.is_zero(rank):
         zeros = torch.zeros(shape, device=device)
-        quantize = kernels.Plain if block_rows is None or config.quantization is None else config.quantization.quantize
-        weight.fill((), quantize(zeros))
+        weight.fill((), kernels.Plain(zeros) if scheme is None else scheme.quantize(zeros))
     return weight
 
 
@@ -291,16 +333,15 @@ def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.normal_(0.0, fan_in**-0.5, generator=generator)
 
 
-def _fill_quantized(config: TextConfig, weight: kernels.Weight, generator: torch.Generator) -> None:
+def _fill_quantized(scheme: Scheme, weight: kernels.Weight, generator: torch.Generator) -> None:
     """Fill a matrix, or a stack of matrices a few at a time: the whole stack in float32 would take four times its
     size."""
-    assert config.quantization is not None
     shape = weight.shape
     num_matrices = max(1, _RANDOM_SLICE // (shape[-2] * shape[-1])) if len(shape) == 3 else shape[0]
     for first in range(0, shape[0], num_matrices):
         part = slice(first, min(first + num_matrices, shape[0]))
         values = torch.empty((part.stop - first, *shape[1:]), dtype=torch.float32, device=weight.device)
-        weight.fill((part,), config.quantization.quantize(values.normal_(0.0, shape[-1] ** -0.5, generator=generator)))
+        weight.fill((part,), scheme.quantize(values.normal_(0.0, shape[-1] ** -0.5, generator=generator)))
 
 
 class ParameterScope:

@@ -7,6 +7,8 @@ from a checkpoint: pickle files are refused.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,9 +23,9 @@ from agentspec.errors import CheckpointError
 from agentspec.files import is_panic, is_there, read_object
 from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, roots_with_split_experts
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.quantization import Fp8Blocks, canonical_name, is_convertible
+from agentspec.models.quantization import Fp8Blocks, Scheme, StoredTensor, canonical_name, is_convertible
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config, split_region
-from agentspec.models.tensors import empty_parameter
+from agentspec.models.tensors import empty_parameter, stacked_parts
 from agentspec.types import Progress, no_progress
 
 STAGE = "loading weights"
@@ -31,6 +33,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _VISION_PREFIXES = ("model.visual.", "visual.")
+_KV_SCALE = re.compile(r"(model|mtp)\.layers\.\d+\.self_attn\.(k_proj\.k|v_proj\.v|k|v)_scale")
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SMALL_HUB_FILES = ["*.json", "*.jinja"]
@@ -179,14 +182,16 @@ class Checkpoint:
         first quantised tensor with a value that isn't finite: kernels would read its code as a large number."""
         rank_config(config, rank)  # raises with the config's own names
         layout = self.layout(config, rank.count)
+        schemes = self._schemes_as_stored(layout)
         parameters: dict[str, kernels.Weight] = {}
         for name, parameter in layout.parameters.items():
-            block_rows = layout.block_rows.get(name)
+            block_rows = layout.block_rows.get(name, kernels.SCALE_BLOCK)
             parameters[name] = empty_parameter(
-                config, name, parameter, device=device, dtype=dtype, block_rows=block_rows, rank=rank
+                name, parameter, schemes.get(name), device=device, dtype=dtype, block_rows=block_rows, rank=rank
             )
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
+            self._refuse_values(source.tensors(name))
             for parameter_name, region, part in self._parts(name, source, layout, rank):
                 parameters[parameter_name].fill(region, part)
         progress(STAGE, len(layout.sources), len(layout.sources))
@@ -212,18 +217,46 @@ class Checkpoint:
                 yield target.parameter, region, self._read(name, source, taken)
 
     def _read(self, name: str, source: Source, region: kernels.Region) -> kernels.Weight:
-        if source.quantization is None:
+        if source.scheme is None:
             return kernels.Plain(self.tensor(name, region))
-        weight = source.quantization.read(name, self.tensor, region)
+        weight = source.scheme.read(name, self.tensor, region)
         if not weight.is_finite():
             raise CheckpointError(f"{self._directory}: {name} or its multipliers hold values that aren't finite")
         return weight
 
+    def _schemes_as_stored(self, layout: Layout) -> dict[str, Scheme]:
+        """The parameters' schemes with what the files' headers say. Raises CheckpointError where what is one matrix, or
+        one stack of experts, differs in that."""
+        found: dict[str, tuple[str, Scheme]] = {}
+        for name, source in layout.sources.items():
+            for target in source.targets:
+                if target.parameter in layout.schemes and source.scheme is not None:
+                    scheme = source.scheme.as_stored(name, self.dtype)
+                    other, known = found.setdefault(target.parameter, (name, scheme))
+                    if scheme != known:
+                        raise CheckpointError(f"{self._directory}: {other} and {name} differ in the dtype of scales")
+        for first, *others in stacked_parts(found):
+            for other in others:
+                if found[first][1] != found[other][1]:
+                    raise CheckpointError(f"{self._directory}: {first} and {other} differ in the dtype of scales")
+        return {name: scheme for name, (_, scheme) in found.items()}
+
+    def _refuse_values(self, tensors: Mapping[str, StoredTensor]) -> None:
+        for name, stored in tensors.items():
+            if stored.complaint is not None and name in self._where:
+                complaint = stored.complaint(self.tensor(name))
+                if complaint is not None:
+                    raise CheckpointError(f"{self._directory}: {name} {complaint}")
+
     def _check(self, sources: Mapping[str, Source], config: TextConfig) -> None:
         self._check_formats(sources, config)
-        shapes = {name: source.shape for name, source in sources.items()}
-        scales = {name + scale.suffix: scale for name, source in sources.items() for scale in source.scale_tensors}
-        wanted, present = shapes | {name: scale.shape for name, scale in scales.items()}, self.names
+        stored = {tensor: part for name, source in sources.items() for tensor, part in source.tensors(name).items()}
+        wanted: dict[str, tuple[tuple[int, ...], ...]] = {
+            name: (source.shape,) for name, source in sources.items() if source.scheme is None
+        }
+        optional = {name for name, part in stored.items() if part.is_optional and name not in self._where}
+        wanted |= {name: part.shapes for name, part in stored.items() if name not in optional}
+        present = self.names - self.unused(config)
         missing, unexpected = wanted.keys() - present, present - wanted.keys()
         if missing or unexpected:
             hints = ""
@@ -231,47 +264,62 @@ class Checkpoint:
                 hints += " (tie_word_embeddings is true, so there must be no lm_head.weight)"
             if any(name.startswith("mtp.") for name in missing) and not self.has_mtp:
                 hints += " (the config promises an MTP head; set mtp_num_hidden_layers to 0 to run without it)"
+            if any(name.endswith("g_idx") for name in unexpected):
+                hints += " (g_idx is an order of columns by activation, which is not supported)"
             raise CheckpointError(
                 f"{self._directory}:{_names(' missing tensors', missing)}"
                 f"{_names(' unexpected tensors', unexpected)}{hints}"
             )
         misshapen = [
-            f"{name} has shape {list(self.shape(name))}, expected {list(shape)}"
-            for name, shape in sorted(wanted.items())
-            if self.shape(name) != shape
+            f"{name} has shape {list(self.shape(name))}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
+            for name, shapes in sorted(wanted.items())
+            if self.shape(name) not in shapes
         ]
         if misshapen:
             raise CheckpointError(f"{self._directory}: {'; '.join(_shortened(misshapen))}")
         self._refuse_dtypes(
             "tensors must be F32, F16 or BF16",
-            [name for name, source in sources.items() if source.quantization is None],
+            [name for name, source in sources.items() if source.scheme is None],
             _FLOAT_DTYPES,
         )
-        for dtypes in dict.fromkeys(scale.dtypes for scale in scales.values()):
-            names = [name for name, scale in scales.items() if scale.dtypes == dtypes]
-            self._refuse_dtypes(f"multipliers must be {' or '.join(dtypes)}", names, dtypes)
+        for what, dtypes in dict.fromkeys((part.what, part.dtypes) for part in stored.values()):
+            names = [name for name, part in stored.items() if (part.what, part.dtypes) == (what, dtypes)]
+            self._refuse_dtypes(f"{what} must be {' or '.join(dtypes)}", set(names) - optional, dtypes)
 
     def _check_formats(self, sources: Mapping[str, Source], config: TextConfig) -> None:
-        """Check that a tensor is in 8 bits exactly where the config says so: read in the other format it would be
+        """Check that a tensor is quantised exactly where the config says so: read in the other format it would be
         noise."""
         present = self.names & sources.keys()
-        quantization = Fp8Blocks if config.quantization is None else config.quantization
-        in_8_bits = {name for name in present if self.dtype(name) == quantization.dtype}
-        wanted = {name for name in present if sources[name].quantization is not None}
-        surplus, lacking = in_8_bits - wanted, wanted - in_8_bits
+        wanted = {name: scheme for name in present if (scheme := sources[name].scheme) is not None}
+        known = {scheme.dtype for scheme in wanted.values()} | {Fp8Blocks.dtype, "U8"}
+        found = {name for name in present if self.dtype(name) in known}
+        lacking = {name for name, scheme in wanted.items() if self.dtype(name) != scheme.dtype}
+        surplus = found - wanted.keys()
+        form = "in 8 bits" if config.quantization is None or config.quantization.is_official else "quantised"
         if surplus and config.quantization is None:
             raise CheckpointError(
-                f"{self._directory}: config.json has no quantization_config"
-                f"{_names(', but these are in 8 bits', surplus)}"
+                f"{self._directory}: config.json has no quantization_config{_names(f', but these are {form}', surplus)}"
             )
         never = {name for name in surplus if not is_convertible(name)}
         complaints = [
-            _names("must not be in 8 bits", never),
-            _names("in 8 bits although quantization_config excludes them", surplus - never),
-            _names("neither in 8 bits nor excluded by quantization_config", lacking),
+            _names(f"must not be {form}", never),
+            _names(f"{form} although quantization_config excludes them", surplus - never),
+            _names(f"neither {form} nor excluded by quantization_config", lacking),
         ]
         if surplus or lacking:
             raise CheckpointError(f"{self._directory}: {'; '.join(filter(None, complaints))}")
+
+    def unused(self, config: TextConfig) -> set[str]:
+        """The tensors that a checkpoint may contain although nothing reads them: multipliers of keys and values, which
+        aren't in 8 bits here."""
+        if config.quantization is None or config.quantization.is_official:
+            return set()
+        found = {name for name in self.names if _KV_SCALE.fullmatch(name)}
+        for name in found:
+            if math.prod(self.shape(name)) != 1:
+                raise CheckpointError(f"{self._directory}: {name} has shape {list(self.shape(name))}, expected []")
+        self._refuse_dtypes("multipliers of keys and values must be F32, F16 or BF16", found, _FLOAT_DTYPES)
+        return found
 
     def _refuse_dtypes(self, rule: str, names: Iterable[str], allowed: tuple[str, ...]) -> None:
         refused = [f"{name} ({self.dtype(name)})" for name in sorted(names) if self.dtype(name) not in allowed]

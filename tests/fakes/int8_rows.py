@@ -3,7 +3,7 @@ form must."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import Region, Weight
-from agentspec.models.quantization import ReadTensor, ScaleTensor
+from agentspec.models.quantization import ReadTensor, Scheme, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,28 @@ def quantize_rows(values: Tensor) -> Int8Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Checkpoint:
-    """A Quantization: each row's scale in a tensor beside the values."""
+    """A Quantization and its Scheme: each row's scale in a tensor beside the values."""
 
     SUFFIX: ClassVar[str] = "_row_scale"
     dtype: ClassVar[str] = "I8"
+    bits: ClassVar[int] = 8
     column_block: ClassVar[int] = 1
+    has_part_blocks: ClassVar[bool] = False
+    is_official: ClassVar[bool] = True
+    cpu_only: ClassVar[str | None] = None
+    notes: ClassVar[tuple[str, ...]] = ()
 
-    excluded: frozenset[str] = frozenset()
+    def scheme(self, module: str) -> Scheme | None:
+        return self
 
-    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
-        return (ScaleTensor(suffix=self.SUFFIX, shape=shape[:-1], dtypes=("F32",)),)
+    def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(shapes=(shape,), dtypes=("I8",), what="values"),
+            name + self.SUFFIX: StoredTensor(shapes=(shape[:-1],), dtypes=("F32",)),
+        }
+
+    def as_stored(self, name: str, dtype: Callable[[str], str]) -> Scheme:
+        return self
 
     def read(self, name: str, tensor: ReadTensor, region: Region = ()) -> Weight:
         values = tensor(name, region)

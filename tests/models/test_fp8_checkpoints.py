@@ -367,7 +367,7 @@ def test_exclusion_list_is_read_from_all_supported_fields(name: str, nested: boo
     (raw["text_config"] if nested else raw)["quantization_config"] = quantization
     path.write_text(json.dumps(raw))
     config = load_text_config(tmp_path)
-    assert config.quantization is not None
+    assert isinstance(config.quantization, Fp8Blocks)
     assert "model.layers.1.mlp.down_proj" in config.quantization.excluded
     load(tmp_path)
 
@@ -375,7 +375,11 @@ def test_exclusion_list_is_read_from_all_supported_fields(name: str, nested: boo
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quant_method": "gptq"}, r"quantization_config: quant_method='gptq' is not supported \(only 'fp8'\)"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quantization_config: quant_method='bitsandbytes' is not supported \(only 'fp8', 'awq', "
+            r"'compressed-tensors', 'gptq', 'modelopt'\)",
+        ),
         ({"fmt": "e5m2"}, "fmt='e5m2'"),
         ({"activation_scheme": "static"}, "activation_scheme='static'"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size=\[64, 128\]"),
@@ -435,5 +439,5 @@ def test_published_moe_has_expected_expert_tensors_and_block_rows() -> None:
     )
     experts = [name for name in layout.sources if ".mlp.experts." in name and name.startswith("model.")]
     assert len(experts) == 30_720
-    assert all(layout.sources[name].quantization is not None for name in experts)
+    assert all(layout.sources[name].scheme is not None for name in experts)
     assert set(layout.block_rows.values()) == {128}

@@ -33,7 +33,7 @@ def test_outline_has_one_layer_of_each_kind(name: str) -> None:
 
 def test_full_precision_layer_is_separate_kind() -> None:
     config = CONFIGS["27B-FP8"]
-    assert config.quantization is not None
+    assert isinstance(config.quantization, Fp8Blocks)
     kept = {f"model.layers.5.mlp.{part}_proj" for part in ("gate", "up", "down")}
     config = replace(config, quantization=Fp8Blocks(excluded=config.quantization.excluded | kept))
     model = outline(config, spec_of("27B", config, torch.bfloat16), dtype=torch.bfloat16, fp8_drafts=True)

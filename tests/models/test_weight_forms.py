@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import CheckpointError
-from agentspec.kernels import MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
+from agentspec.kernels import FP8, FourBitForm, MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
 from agentspec.kernels.weights import Region
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.outline import outline
@@ -32,6 +32,9 @@ FORMS: dict[str, Callable[[Tensor], Weight]] = {
     "plain": Plain,
     "block-scaled": quantize_blocks,
     "int8 rows": quantize_rows,
+    "int4": FourBitForm(kind="int4", group=32).quantize,
+    "int4 with zero points": FourBitForm(kind="int4", group=16, has_zeros=True, scale_dtype=torch.float16).quantize,
+    "e2m1": FourBitForm(kind="e2m1", group=16, scale_dtype=FP8).quantize,
 }
 
 

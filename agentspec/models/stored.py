@@ -1,0 +1,56 @@
+"""How a loaded model's weights are stored, in words: the form of each part, and the bytes that a token reads.
+
+Knows names and forms; computes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from agentspec import kernels
+from agentspec.models.hf_config import TextConfig
+
+_PARTS = (
+    ("MTP head", re.compile(r"mtp\..*")),
+    ("embedding", re.compile(r"model\.embed_tokens\..*")),
+    ("head", re.compile(r"lm_head\..*")),
+    ("experts", re.compile(r".*\.mlp\.experts\..*")),
+    ("shared experts", re.compile(r".*\.mlp\.shared_expert\..*")),
+    ("FFN", re.compile(r".*\.mlp\.(gate|up|down)_proj\..*")),
+    ("attention", re.compile(r".*\.self_attn\.[qkvo]_proj\..*")),
+    ("recurrence", re.compile(r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\..*")),
+    ("the rest", re.compile(r".*")),
+)
+
+
+def describe(config: TextConfig, parameters: Mapping[str, kernels.Weight], notes: Sequence[str] = ()) -> str:
+    """The form of each part, its bytes, the bytes that a token reads, and the notes: for people, on one line."""
+    sizes: dict[str, dict[str, int]] = {}
+    read = 0
+    for name, weight in parameters.items():
+        part = _part(name)
+        of_form = sizes.setdefault(weight.form_name, {})
+        of_form[part] = of_form.get(part, 0) + weight.nbytes
+        read += _read_bytes(config, part, weight.nbytes)
+    forms = []
+    for form, parts in sorted(sizes.items(), key=lambda entry: -sum(entry[1].values())):
+        forms.append(f"{form}: {', '.join(parts)} ({_size(sum(parts.values()))})")
+    return "; ".join([*forms, f"a token reads {_size(read)}", *notes])
+
+
+def _part(name: str) -> str:
+    return next(part for part, pattern in _PARTS if pattern.fullmatch(name))
+
+
+def _read_bytes(config: TextConfig, part: str, num_bytes: int) -> int:
+    """What a token reads without drafts: of the experts those that it chooses, of the embedding one row."""
+    if part == "MTP head" or (part == "embedding" and not config.tied):
+        return 0
+    if part == "experts" and config.moe is not None:
+        return num_bytes * config.moe.top_k // config.moe.num_experts
+    return num_bytes
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"
