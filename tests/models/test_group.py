@@ -18,6 +18,7 @@ from agentspec.kernels import GatheredGroup, Norm, Plain, reference, within
 from agentspec.kernels.reference.ranking import pack_best, token_of
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import relative_error
+from tests.fakes.four_bit_layouts import LAYOUTS
 from tests.models.rank_process import FP8_DRAFTS, outputs
 
 BLOCKS: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
@@ -33,19 +34,24 @@ MODELS: dict[str, tuple[int, Family, dict[str, Any]]] = {
     "mixture by expert": (2, "moe", {"moe_intermediate_size": 33}),
     "8 bits": (2, "dense", WIDE | {"fp8": "stored"}),
     "8 bits, mixture by expert": (2, "moe", NARROW | {"fp8": "stored", "experts": "split"}),
+    "4 bits": (2, "dense", {"layout": "modelopt, mixed, both files"}),
+    "4 bits, mixture by expert": (2, "moe", {"layout": "gptq, official, moe"}),
     "8-bit drafts": (2, "dense", WIDE | {"vocab_size": 512}),
     "one key head for both": (2, "dense", {"num_key_value_heads": 1}),
     "padding alone on the last rank": (2, "dense", {"tokens": 70}),
     "four ranks": (4, "dense", WIDE | {"fp8": "stored", "tokens": 130}),
     "four ranks, tied mixture": (4, "moe", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "tied": True}),
 }
-"""Number of ranks, family, options; tokens: number of real ones, if the others are padding."""
+"""Number of ranks, family, options; tokens: number of real ones, if the others are padding; layout: one in 4 bits."""
 TOLERANCE = 1e-5
 """float32: only the order of the sums differs."""
 
 
 def write(directory: Path, name: str) -> Path:
     _, family, options = MODELS[name]
+    if "layout" in options:
+        stored, _ = LAYOUTS[options["layout"]].write(directory, num_attention_heads=8, linear_num_value_heads=16)
+        return stored
     layers: dict[str, Any] = {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3}
     options = layers | options
     num_real = options.pop("tokens", None)
