@@ -142,6 +142,7 @@ def test_a_server_prints_its_settings_and_serves_requests_with_the_key(serve: Se
         "serves tiny-agent",
         "cpu, float32",
         "4,096 tokens",
+        "a token reads",
         "up to 2 a step, fixed",
         "8 run",
         "256 more",

@@ -163,6 +163,9 @@ LAYOUTS: dict[str, Layout] = {
         config=official_gptq(),
         four_bit=r"model\..*\.mlp\.experts\..*",
     ),
+    "gptq, the head too": Layout(
+        writers={TRUNK_MLP: gptq(128), "lm_head": gptq(128)}, config=official_gptq(lm_head=True), four_bit=TRUNK_MLP
+    ),
     "gptq v2, asymmetric, overrides": Layout(
         writers={
             r".*\.down_proj": gptq(128, version=2),

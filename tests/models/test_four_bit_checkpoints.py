@@ -144,6 +144,13 @@ def test_the_start_page_says_how_weights_are_stored(tmp_path: Path) -> None:
     num_bytes = 2 * 4 * 3 * 128 * (64 + 8 + 4)
     assert f"e2m1 in groups of 16: experts ({num_bytes / 1e6:.1f} MB)" in said
     assert "float32: embedding, " in said
+    # Two of four experts are chosen; the MTP head makes drafts alone, and of the embedding a token reads one row.
+    read = sum(
+        weight.nbytes // (2 if ".experts." in name else 1)
+        for name, weight in load(stored).items()
+        if not name.startswith(("mtp.", "model.embed_tokens."))
+    )
+    assert f"; a token reads {read / 1e6:.1f} MB; " in said
     assert "made for 4-bit inputs (W4A4) and served with its weights alone" in said
     assert said.endswith("2 multipliers of keys and values are not used")
     stored, _ = LAYOUTS["gptq, official"].write(tmp_path / "gptq")

@@ -536,6 +536,13 @@ def test_excluded_tensors_in_4_bits_are_named(tmp_path: Path) -> None:
         load(stored)
 
 
+def test_a_head_in_4_bits_must_be_promised(tmp_path: Path) -> None:
+    stored, _ = LAYOUTS["gptq, the head too"].write(tmp_path)
+    edit_quantization(stored, lambda config: config.update(lm_head=False))
+    with pytest.raises(CheckpointError, match=r"missing tensors: lm_head\.weight unexpected tensors: lm_head\.g_idx"):
+        load(stored)
+
+
 def test_an_mtp_head_that_is_plain_in_part_is_refused(tmp_path: Path) -> None:
     """One that is plain as a whole needs no exclusion."""
     layout = LAYOUTS["compressed-tensors, int4 g32"]

@@ -7,9 +7,10 @@ both speak. NVFP4: `weight` uint8 [N, K / 2] with the even column in the low nib
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
@@ -59,14 +60,16 @@ class ModelOpt:
 
     algorithm: str | None
     """Of every module that isn't excluded; None: `layers` says."""
-    layers: tuple[tuple[str, str], ...]
-    """(canonical module, algorithm)."""
-    excluded: tuple[str, ...]
-    """Modules that are excluded together with those in them. `*` stands for any letters."""
+    layers: Mapping[str, str] = field(hash=False)
+    """Algorithms by canonical module."""
+    excluded: frozenset[str]
+    """Modules that are excluded together with those in them."""
+    excluded_wildcards: tuple[str, ...]
+    """The same, where `*` stands for any letters."""
 
     @property
     def _algorithms(self) -> set[str]:
-        return {algorithm for _, algorithm in self.layers} if self.algorithm is None else {self.algorithm}
+        return {*self.layers.values()} if self.algorithm is None else {self.algorithm}
 
     @property
     def column_block(self) -> int:
@@ -83,19 +86,25 @@ class ModelOpt:
         return (note,) if "NVFP4" in self._algorithms else ()
 
     def scheme(self, module: str) -> Scheme | None:
-        if any(_wildcard(name).fullmatch(module) for name in self.excluded):
+        parts = module.split(".")
+        if not self.excluded.isdisjoint(".".join(parts[: depth + 1]) for depth in range(len(parts))):
+            return None
+        if any(_wildcard(name).fullmatch(module) for name in self.excluded_wildcards):
             return None
         algorithm = self.algorithm
         if algorithm is None:
-            layers, stack = dict(self.layers), expert_stack(module)
-            algorithm = layers.get(module) or (None if stack is None else layers.get(stack))
+            algorithm = self.layers.get(module) or self.layers.get(expert_stack(module) or "")
         return None if algorithm is None else _SCHEMES[algorithm]
 
 
-def _wildcard(name: str) -> re.Pattern[str]:
-    """Matches a module or wildcard, and what is in it: exporters write `mlp.gate*` for the router alone, not for
-    `mlp.gate_proj`."""
-    stem = name.removesuffix("*").removesuffix(".")
+def _stem(name: str) -> str:
+    """A listed module without the wildcard at its end: exporters write `mlp.gate*` for the router and what is in it,
+    not for `mlp.gate_proj`."""
+    return canonical_module(name).removesuffix("*").removesuffix(".")
+
+
+@functools.lru_cache(maxsize=1024)
+def _wildcard(stem: str) -> re.Pattern[str]:
     return re.compile(re.escape(stem).replace(r"\*", ".*") + r"(\..*)?")
 
 
@@ -120,19 +129,20 @@ def parse(
         here = f"{beside_path}: quantization"
         said.append(_said(mapping(beside, beside_path, "quantization"), here, excluded="exclude_modules"))
     both: dict[str, Any] = {}
-    for field in ("algorithm", "layers", "excluded"):
-        values = [value for one in said if (value := getattr(one, field)) is not None]
+    for name, words in _FIELDS.items():
+        values = [value for one in said if (value := getattr(one, name)) is not None]
         if any(value != values[0] for value in values):
-            raise CheckpointError(f"{where} and {beside_path} differ in the {_FIELDS[field]}")
-        both[field] = values[0] if values else None
-    algorithm, layers = both["algorithm"], both["layers"]
+            raise CheckpointError(f"{where} and {beside_path} differ in the {words}")
+        both[name] = values[0] if values else None
+    algorithm, layers, excluded = both["algorithm"], both["layers"], both["excluded"] or ()
     if algorithm is None or (algorithm == _MIXED and not layers):
         missing = "quant_algo" if algorithm is None else "quantized_layers"
         raise CheckpointError(f"{where if beside is None else beside_path}: {missing} is missing")
     return ModelOpt(
         algorithm=None if algorithm == _MIXED else algorithm,
-        layers=tuple(sorted(layers.items())) if algorithm == _MIXED else (),
-        excluded=tuple(sorted(both["excluded"] or ())),
+        layers=layers if algorithm == _MIXED else {},
+        excluded=frozenset(stem for stem in excluded if "*" not in stem),
+        excluded_wildcards=tuple(sorted(stem for stem in excluded if "*" in stem)),
     )
 
 
@@ -153,7 +163,7 @@ def _said(raw: Mapping[str, Any], where: str, *, excluded: str) -> _Said:
     return _Said(
         algorithm=algorithm,
         layers=layers,
-        excluded=frozenset(map(canonical_module, names)) if names else None,
+        excluded=frozenset(map(_stem, names)) if names else None,
     )
 
 
