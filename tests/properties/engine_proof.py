@@ -95,6 +95,7 @@ class Proof:
             self.model,
             self.cache,
             lateness=random.Random(setup.seed) if setup.overlap and setup.late_device else None,
+            times=random.Random(f"times {setup.seed}"),
             requests=lambda: [turn.request for turn in self.running.values()],
             on_outcome=self._note_outcome,
             paths=self.paths,

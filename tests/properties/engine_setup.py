@@ -78,15 +78,18 @@ class EngineSetup:
 
     @classmethod
     def random(cls, seed: int) -> Self:
-        """A random engine with any k, and with as little memory as one request needs. Some are crowded: many growing
-        streams, and pages for few."""
+        """A random engine with any k, and with as little memory as one request needs. One in six is crowded: many
+        growing streams, and pages for few. One in twelve stops late."""
         rng = random.Random(seed)
+        kind = random.Random(f"kind {seed}")
         drafts = rng.randrange(8)
-        is_crowded = rng.random() < 0.15
+        is_crowded, stops_late = seed % 6 == 4, seed % 12 == 7
+        if stops_late:
+            drafts = kind.randint(5, 7)
         max_running = rng.choice([8, 12] if is_crowded else [1, 3, 4, 6, 8, 8, 10, 10, 12, 12])
         has_ring = random.Random(f"ring {seed}").random() < 0.4
         copying = random.Random(f"copies {seed}")
-        max_copies = copying.randint(1, 7 - drafts) if drafts < 7 and copying.random() < 0.2 else 0
+        max_copies = copying.randint(1, 7 - drafts) if drafts < 7 and copying.random() < 0.25 else 0
         per_request = rows_of_request(drafts + max_copies, has_ring=has_ring)
         few_rows = not is_crowded and rng.random() < 0.3
         few_pages = is_crowded or rng.random() < 0.45
@@ -107,7 +110,7 @@ class EngineSetup:
         else:
             num_pages = rng.choice([80, 160, 400])
         is_serial = max_running == 1 or num_rows < RESERVED + 2 * per_request or num_pages < 12
-        return cls(
+        setup = cls(
             seed=seed,
             max_draft_tokens=drafts,
             random_depth=rng.random() < 0.5,
@@ -119,12 +122,12 @@ class EngineSetup:
             num_pages=num_pages,
             budget_share=1.0 if num_pages < 12 else rng.choice([1.0, 1.0, 0.9, 0.6]),
             draft_accuracy=rng.choice([0.0, 0.5, 0.9, 1.0]),
-            stop_chance=rng.choice([0.0, 0.02, 0.1]),
+            stop_chance=rng.choice([0.0, 0.02, 0.1, 0.1]),
             prefix_cache=rng.random() < 0.93,
             hold_seconds=rng.choice([0.0, 5.0]) * (not is_crowded),
             long_outputs=not is_serial and (is_crowded or rng.random() < (0.4 if few_pages else 0.15)),
             short_prompts=is_crowded or rng.random() < (0.8 if few_pages else 0.2),
-            scoring_share=rng.choice([0.6, 0.02]) if is_crowded else rng.choice([0.02, 0.02, 0.1]),
+            scoring_share=rng.choice([0.02, 0.02, 0.1]),
             stopping_share=rng.choice([0.1, 0.4, 0.9]),
             session_share=rng.choice([0.0, 0.9, 0.9]) * (not is_crowded),
             sampled_share=rng.choice([0.0, 0.4, 0.4, 1.0]),
@@ -136,6 +139,35 @@ class EngineSetup:
             has_ring=has_ring,
             max_copies=max_copies,
             min_match=copying.choice([1, 1, 2]),
+        )
+        if is_crowded:
+            return setup.crowded(kind)
+        return setup.stopping_late(kind, long_outputs=not is_serial) if stops_late else setup
+
+    def crowded(self, kind: random.Random) -> Self:
+        """Streams that rarely end early, so that they fill the pages and are preempted again and again, and few
+        requests that want scores of their whole prompt, so that they find most of their state again."""
+        return replace(
+            self,
+            prefix_cache=True,
+            budget_share=kind.choice([1.0, 0.9]),
+            stop_chance=0.0,
+            stopping_share=kind.choice([0.1, 0.4]),
+            scoring_share=kind.choice([0.6, 0.02, 0.02]),
+        )
+
+    def stopping_late(self, kind: random.Random, *, long_outputs: bool) -> Self:
+        """Long streams of accepted drafts that end in a stop string: the device is often past a boundary that the kept
+        tokens don't reach."""
+        return replace(
+            self,
+            random_depth=False,
+            overlap=True,
+            draft_accuracy=kind.choice([0.9, 1.0]),
+            stop_chance=0.0,
+            stopping_share=0.9,
+            sampled_share=kind.choice([0.0, 0.0, 0.4]),
+            long_outputs=long_outputs,
         )
 
     @property

@@ -64,16 +64,19 @@ class WatchedDevice:
         cache: HybridCache,
         *,
         lateness: random.Random | None,
+        times: random.Random,
         requests: Callable[[], Sequence[Request]],
         on_outcome: Callable[[Request, SlotOutcome, list[int]], None],
         paths: Counter[str],
     ) -> None:
-        """lateness: None: every step runs at its launch. requests: those in the engine. on_outcome: called before the
-        scheduler gets the outcome, with the drafts that were made for the next window."""
+        """lateness: None: every step runs at its launch. times: of the device's passes and steps. requests: those in
+        the engine. on_outcome: called before the scheduler gets the outcome, with the drafts that were made for the
+        next window."""
         self._executor = executor
         self._buffers = own_executor(executor)._buffers
         self._cache = cache
         self._lateness = lateness
+        self._times = times
         self._requests = requests
         self._on_outcome = on_outcome
         self._paths = paths
@@ -108,6 +111,9 @@ class WatchedDevice:
     def collect(self, step: _Step) -> StepOutcome:
         self._run_through(step)
         outcome = self._executor.collect(step.ticket)
+        # Some decisions depend on measured times. With these, a seed gives the same run on every machine.
+        outcome.prefill_seconds = self._times.uniform(0.001, 0.004) * bool(step.plan.chunks)
+        outcome.decode_seconds = self._times.uniform(0.001, 0.004) * bool(step.plan.decode_slots)
         if step.plan.decode_slots:
             self._paths[f"k={step.plan.num_drafted}"] += 1
         if step.plan.decode_slots and step.plan.chunks:
@@ -129,10 +135,10 @@ class WatchedDevice:
                     first.drafting.append((leases, num_columns))
             first.ticket = self._executor.launch(first.plan)
             self._running, first.has_run = None, True
-            made = SlotState.of(self._buffers.slots_SF)
-            for slot in (*first.plan.first_slots, *first.plan.decode_slots):
-                num_valid = int(made.num_valid_drafts_B[slot])
-                first.made[slot] = made.tokens_BW[slot, 1 : 1 + num_valid].tolist()
+            slots = [*first.plan.first_slots, *first.plan.decode_slots]
+            made = SlotState.of(self._buffers.slots_SF[slots])
+            rows = zip(slots, made.num_valid_drafts_B.tolist(), made.tokens_BW.tolist(), strict=True)
+            first.made = {slot: row[1 : 1 + num_valid] for slot, num_valid, row in rows}
 
     def _watch(self, model: Any) -> None:
         verify, prefill, mtp = model.verify, model.prefill, model.mtp
