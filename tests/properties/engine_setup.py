@@ -8,7 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from typing import Self
+from unittest.mock import patch
 
 import torch
 
@@ -16,9 +19,8 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.ranks import Ranks
-from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.runtime.ranks.leader import LedExecutor
+from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
@@ -144,7 +146,7 @@ class EngineSetup:
             return setup.crowded(kind)
         return setup.stopping_late(kind, long_outputs=not is_serial) if stops_late else setup
 
-    def crowded(self, kind: random.Random) -> Self:
+    def crowded(self, kind: Random) -> Self:
         """Streams that rarely end early, so that they fill the pages and are preempted again and again, and few
         requests that want scores of their whole prompt, so that they find most of their state again."""
         return replace(
@@ -156,7 +158,7 @@ class EngineSetup:
             scoring_share=kind.choice([0.6, 0.02, 0.02]),
         )
 
-    def stopping_late(self, kind: random.Random, *, long_outputs: bool) -> Self:
+    def stopping_late(self, kind: Random, *, long_outputs: bool) -> Self:
         """Long streams of accepted drafts that end in a stop string: the device is often past a boundary that the kept
         tokens don't reach."""
         return replace(
@@ -215,29 +217,26 @@ class EngineSetup:
         own_rows = rows_of_request(max_drafts, has_ring=self.has_ring)
         least_rows = own_rows + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
-        assembly = build(
-            model,
-            config=self.config(graphs=graphs, num_ranks=1 if ranks is None else ranks.rank.count),
-            device=device,
-            memory=MemoryPlan(
-                num_rows=self.num_rows,
-                num_pages=self.num_pages,
-                host=self.host if self.prefix_cache else None,
-                max_length=min(MAX_CONTEXT, longest_sequence(num_pages, max_drafts, BLOCK)),
-            ),
-            most_riders=self.most_riders,
-            window_policy=RandomWindow(self.max_draft_tokens, self.max_copies, random.Random(self.seed))
-            if self.random_depth
-            else None,
-            clock=clock,
-            ranks=ranks,
-        )
+        # Graphs are captured in `build`, and have the number in them.
+        with patch.object(StepBuffers, "allocate", partial(StepBuffers.allocate, min_match=self.min_match)):
+            assembly = build(
+                model,
+                config=self.config(graphs=graphs, num_ranks=1 if ranks is None else ranks.rank.count),
+                device=device,
+                memory=MemoryPlan(
+                    num_rows=self.num_rows,
+                    num_pages=self.num_pages,
+                    host=self.host if self.prefix_cache else None,
+                    max_length=min(MAX_CONTEXT, longest_sequence(num_pages, max_drafts, BLOCK)),
+                ),
+                most_riders=self.most_riders,
+                window_policy=RandomWindow(self.max_draft_tokens, self.max_copies, random.Random(self.seed))
+                if self.random_depth
+                else None,
+                clock=clock,
+                ranks=ranks,
+            )
         assembly.cache.budget_bytes = budget_bytes
-        executor = assembly.loop.executor
-        executor = executor.own if isinstance(executor, LedExecutor) else executor
-        assert isinstance(executor, ModelExecutor)
-        if (copies := executor._buffers.copies) is not None:
-            executor._buffers = replace(executor._buffers, copies=replace(copies, min_match=self.min_match))
         return assembly
 
 
