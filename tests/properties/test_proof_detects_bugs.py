@@ -587,11 +587,9 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
         noticed_with_rings_by="lease that was released|which its lease neither owns nor locks",
     ),
     retracts_a_request_in_flight: Bug("still has its lease|a running fetch would write to freed ids", CROWDED),
-    loses_the_tokens_of_the_step_in_flight: Bug(
-        "tokens of the device are lost", CROWDED, noticed_with_rings_by="the deepest remaining state"
-    ),
+    loses_the_tokens_of_the_step_in_flight: Bug("tokens of the device are lost", CROWDED),
     does_not_lock_the_resumed_row: Bug("neither owns nor locks", FEW_ROWS),
-    supersedes_a_row_that_others_read: Bug(""),
+    supersedes_a_row_that_others_read: Bug("", STOPPING),
     forgets_to_free_superseded_rows: Bug("no owner"),
     matches_any_namespace: Bug("never published"),
     admits_without_its_namespace: Bug("looked up in namespace"),
