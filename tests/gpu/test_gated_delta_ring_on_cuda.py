@@ -35,6 +35,12 @@ def test_ring_step_is_batch_invariant(model: str, cuda: torch.device) -> None:
     checks.check_bits(RECURRENT[model], 16, cuda, seed=3)
 
 
+@pytest.mark.parametrize("model", RECURRENT)
+def test_ring_step_does_not_depend_on_the_tiling(model: str, cuda: torch.device) -> None:
+    checks.check_tilings(RECURRENT[model], 4, cuda, seed=4)
+    checks.check_tilings(RECURRENT[model], 16, cuda, seed=5)
+
+
 @pytest.mark.parametrize("width", [4, 16])
 @pytest.mark.parametrize("model", RECURRENT)
 def test_rings_equal_rows(model: str, width: int, cuda: torch.device) -> None:

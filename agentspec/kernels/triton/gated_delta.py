@@ -33,7 +33,7 @@ over the key dim crosses few lanes."""
 _MAX_ROWS = 16
 """Most rows (a token of a head) that the norm holds in registers at a time."""
 
-_L2_EPS = tl.constexpr(1e-6)
+L2_EPS = tl.constexpr(1e-6)
 
 
 @touches_pools
@@ -161,15 +161,15 @@ def _gates(raw, x_stride, rate, dt_bias, V: tl.constexpr, T: tl.constexpr):  # t
 
 
 @triton.jit
-def _add_three(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
+def add_three(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
     return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
 def _inner_products(q_XK, k_XK):  # type: ignore[no-untyped-def]
     """Return q . q, k . k and q . k, with one exchange between warps."""
-    sums = tl.reduce((q_XK * q_XK, k_XK * k_XK, q_XK * k_XK), 1, _add_three)
-    return tl.reduce(sums, 0, _add_three)
+    sums = tl.reduce((q_XK * q_XK, k_XK * k_XK, q_XK * k_XK), 1, add_three)
+    return tl.reduce(sums, 0, add_three)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def queries_keys(q_window, k_window, q_taps, k_taps, K: tl.constexpr, T: tl.cons
     for t in tl.static_range(T):
         q, k = convolved(q_window, t, q_taps), convolved(k_window, t, k_taps)
         qq, kk, qk = _inner_products(q, k)
-        q_scale, k_scale = tl.rsqrt(qq + _L2_EPS) * K**-0.5, tl.rsqrt(kk + _L2_EPS)
+        q_scale, k_scale = tl.rsqrt(qq + L2_EPS) * K**-0.5, tl.rsqrt(kk + L2_EPS)
         qs += (q * q_scale,)
         ks += (k * k_scale,)
         qks += (qk * q_scale * k_scale,)

@@ -1,55 +1,77 @@
-"""The recurrent mixer of a decode window for slots with rings, in one Triton launch. See backend.Backend.
+"""The recurrent mixer of a decode window for slots with rings, in one launch, in Gluon. See backend.Backend.
 
-A program has a block of value dims of one slot's value head, as in gated_delta.py. It loads its tile of the state once,
-advances it by the ring's entries, then by the window's columns, and stores what each column added. The tile itself is
-stored only where it passes the fold length. The last program of a key head to finish norms the outputs and folds the
-shared q and k convolution inputs, because the fold row may be the row that the others read.
+A program has a block of value dims of one slot's value head, as in gated_delta.py. Its tile of the state is loaded once
+and stays in registers, where it is advanced by the ring's entries, then by the window's columns. The tile itself is
+stored only where it passes the fold length. What a column needs (query, key, values, gates) is computed for all columns
+at once, each element by one lane, and handed to all lanes through shared memory; so are the entries, which are copied
+there while the tile is loaded. Triton's own compiler has no way to say this: there every group of lanes computes every
+query and key itself, which takes longer than the recurrence.
+
+The last program of a key head to finish norms the outputs and folds the shared q and k convolution inputs, because the
+fold row may be the row that the others read.
 
 The state is updated by one multiplication and one fused multiply-add, S <- fma(d, k, a S), in the window and in the
 replay. So a replayed state has the bits of the state that the entries were computed from, however the compiler
-contracts other operations.
+contracts other operations. Columns are a loop that is not unrolled: a column's bits do not depend on its place in the
+window.
 
-Shape letters as in backend.py; in kernels X chunks of the key dim, L groups of lanes that hold a whole key together, D
-value dims of such a group.
+Shape letters as in backend.py; in kernels E entries, T columns.
 """
 
 # mypy: disable-error-code="assignment"
-# Tuples grow in unrolled loops of kernels, which changes their type.
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.slots import RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
-from agentspec.kernels.triton.gated_delta import conv_taps, convolved, queries_keys, softplus, store_gated_norms
+from agentspec.kernels.triton.gated_delta import L2_EPS, add_three, softplus
 from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 
-_BLOCK_D = 32
-_TILE_A_WARP = 1024
-"""Elements of the state per warp: 32 registers per lane, and four warps at key dim 128. With more warps than that, a
-key would be loaded as if it were small, all of it by every lane."""
-_CHUNK = 32
-"""Key dims of a chunk: 8 lanes hold a chunk, four elements each. They have the same place of every chunk, so that a
-sum over the key dim crosses only these lanes."""
-_GROUPS_A_WARP = 4
-"""Groups of such lanes in a warp. Each loads its own copy of a key, in the place where the update needs it: that takes
-no exchange between lanes."""
-_AHEAD = 3
-"""Entries whose loads are in flight while one is added to the state."""
-_AHEAD_WITH_COLUMNS = dict.fromkeys((3, 7, 8, 10, 13, 14), 2)
-"""Fewer where the compiler would spill registers otherwise, by the window's columns."""
-_MAX_COLUMNS = 4
-"""Most columns of a window that are in registers at a time."""
-_MAX_REGISTERS = 168
-"""Per lane of a program with four warps: three fit into a multiprocessor. Without a limit the compiler takes more than
-it needs."""
+_ENTRY_CHUNK = 16
+"""Entries that are copied to shared memory at a time."""
 _MAX_ROWS = 16
 """Most rows (a token of a head) that the norm holds in registers at a time."""
+
+
+class Tiling(NamedTuple):
+    """How a launch divides its work. No choice changes a bit: a head's state has the same lanes in all of them."""
+
+    block_d: int
+    """Value dims of a program."""
+    lane_elements: int
+    """Elements of the state that a lane holds."""
+    max_registers: int
+    """Per lane."""
+
+
+_FEW_HEADS, _MANY_HEADS = Tiling(32, 32, 128), Tiling(64, 64, 128)
+_FEW_HEADS_WIDE, _MANY_HEADS_WIDE = Tiling(32, 16, 96), Tiling(64, 64, 168)
+"""A larger tile shares more of what a window costs once. A smaller one gives every multiprocessor work, and a wide
+window's columns, which warps prepare, to more of them."""
+
+_L2_EPS = gl.constexpr(L2_EPS.value)
+_CHUNK = gl.constexpr(_ENTRY_CHUNK)
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+"""Its name in Triton 3.9, and in earlier versions."""
+_descriptor = gl.shared_memory_descriptor
+_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+"""Likewise."""
+_barrier = tl.debug_barrier
+_add_three = gluon.jit(add_three.fn)
+_softplus = gluon.jit(softplus.fn)
+_release_next = gluon.jit(release_next.fn)
+_await_previous = gluon.jit(await_previous.fn)
 
 
 @touches_pools
@@ -82,9 +104,10 @@ def gated_delta_ring_step(
     device = projected_NP.device
     o_NVD = torch.empty(num_tokens, num_values, dtype=torch.float32, device=device)
     out = torch.empty(num_tokens, num_values, dtype=projected_NP.dtype, device=device)
-    block_d = min(_BLOCK_D, triton.next_power_of_2(value_dim))
+    tiling = tiling_of(num_columns, num_slots * num_heads)
+    block_d = min(tiling.block_d, triton.next_power_of_2(value_dim))
     block_k = triton.next_power_of_2(key_dim)
-    num_warps = max(1, block_d * block_k // _TILE_A_WARP)
+    num_warps = max(1, block_d * block_k // (32 * tiling.lane_elements))
     _gated_delta_ring_step[(num_heads * triton.cdiv(value_dim, block_d), num_slots)](
         projected_NP,
         projected_NP.stride(0),
@@ -108,311 +131,432 @@ def gated_delta_ring_step(
         out,
         arrival_counters(device),
         CAPACITY=capacity,
+        ENTRY_CHUNKS=entry_chunks(capacity, num_columns),
         T=num_columns,
-        COLUMNS=columns_at_a_time(num_columns),
-        AHEAD=entries_ahead(num_columns),
         V=num_heads,
         REPEATS=num_heads // num_key_heads,
         D=value_dim,
         K=key_dim,
         IS_SILU=weights.gate == "silu",
+        BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_D=block_d,
         BLOCK_K=block_k,
-        CHUNK=min(_CHUNK, block_k),
-        GROUPS=min(_GROUPS_A_WARP * num_warps, block_d),
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
+        WARPS=num_warps,
         num_warps=num_warps,
-        maxnreg=max_registers(num_warps),
+        maxnreg=tiling.max_registers,
         **OVERLAPPED,
     )
     state_traffic.rows_read += num_slots
     return out
 
 
-def columns_at_a_time(num_columns: int) -> int:
-    """Columns of a window that are in registers at a time: as few as the same number of turns allows."""
-    num_turns = -(-num_columns // _MAX_COLUMNS)
-    return -(-num_columns // num_turns)
+def entry_chunks(capacity: int, num_columns: int) -> int:
+    """Chunks of shared memory that hold every entry which a window of so many columns may follow."""
+    num_chunks: int = triton.next_power_of_2(triton.cdiv(capacity - num_columns, _ENTRY_CHUNK))
+    return num_chunks
 
 
-def entries_ahead(num_columns: int) -> int:
-    return _AHEAD_WITH_COLUMNS.get(num_columns, _AHEAD)
+def tiling_of(num_columns: int, num_heads: int) -> Tiling:
+    """num_heads: of all slots together. Measured on one H100 with `python -m benchmarks.delta_ring`."""
+    if num_columns > 8:
+        return _MANY_HEADS_WIDE if num_heads >= 128 else _FEW_HEADS_WIDE
+    if num_heads < 512:
+        return _FEW_HEADS
+    return _MANY_HEADS if num_columns <= 4 else _MANY_HEADS_WIDE
 
 
-def max_registers(num_warps: int) -> int | None:
-    """Limit of registers per lane; None: the hardware's."""
-    return _MAX_REGISTERS if num_warps == 4 else None
+@gluon.constexpr_function
+def _rows_layout(width: int, num_warps: int, run: int = 4, max_lanes: int = 32) -> gl.BlockedLayout:
+    """Rows of `width` elements, each of which lies within a warp; `run` elements in turn per lane."""
+    lanes = min(max_lanes, width // run)
+    return gl.BlockedLayout([1, run], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
-@triton.jit
-def _entry(first, i, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.constexpr_function
+def _run_of(width: int) -> int:
+    """Elements per lane if a warp has a row of so many."""
+    return max(1, width // 32)
+
+
+@gluon.constexpr_function
+def _taps_layout(num_warps: int, run: int) -> gl.BlockedLayout:
+    """Four taps of each channel in one lane, which has the channels that it has in _rows_layout."""
+    return gl.BlockedLayout([run, 2, 2], [32, 1, 1], [num_warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _shared(ROWS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Allocate float32 [ROWS, WIDTH], as rows to choose from."""
+    return gl.allocate_shared_memory(gl.float32, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _matrix(rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same shared memory as one matrix."""
+    return _view(rows, gl.float32, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def _column(rows, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same shared memory, of width 1, as a vector."""
+    return _view(rows, gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _lines(rows, CHUNKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same shared memory, of width 1, as vectors of _CHUNK elements."""
+    return _view(rows, gl.float32, [CHUNKS, _CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _chunks(rows, CHUNKS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same shared memory as matrices of _CHUNK rows."""
+    return _view(rows, gl.float32, [CHUNKS, _CHUNK, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def _entry(first, i, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
     """The place of the i-th entry from `first` on, i at most CAPACITY."""
     place = first + i
-    return tl.where(place >= CAPACITY, place - CAPACITY, place)
+    return gl.where(place >= CAPACITY, place - CAPACITY, place)
 
 
-@triton.jit
-def _inputs_before(count, row, entries, first, channel, mask, C: tl.constexpr, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the convolution's three inputs before the `count`-th entry, oldest first. row: inputs before the first
-    entry. entries: the slot's inputs in the ring."""
-    rows = ()
-    for i in tl.static_range(3):
-        past = count - 3 + i
-        place = tl.where(past < 0, row + (past + 3) * C, entries + _entry(first, past, CAPACITY) * C)
-        rows += (tl.load(place + channel, mask=mask, other=0.0),)
-    return rows
-
-
-@triton.jit
-def _load_inputs(x, x_stride, begin, channel, mask, T: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the convolution's inputs of columns begin to begin + COUNT - 1; from column T on, those of the last."""
-    rows = ()
-    for t in tl.static_range(COUNT):
-        rows += (tl.load(x + tl.minimum(begin + t, T - 1) * x_stride + channel, mask=mask, other=0.0),)
-    return rows
-
-
-@triton.jit
-def _load_gates(raw, x_stride, begin, V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (write strengths, decays) of columns from `begin` on, as projected; zeros from column T on. raw: a head's
-    write strength; its decay is V elements after it."""
-    raw_betas, raw_decays = (), ()
-    for t in tl.static_range(COLUMNS):
-        place = raw + tl.minimum(begin + t, T - 1) * x_stride
-        raw_betas += (tl.load(place).to(tl.float32),)
-        raw_decays += (tl.load(place + V).to(tl.float32),)
-    return raw_betas, raw_decays
-
-
-@triton.jit
-def _load_first_columns(  # type: ignore[no-untyped-def]
-    x, x_stride, raw, count, row, inputs, first, channels, masks, C: tl.constexpr, CAPACITY: tl.constexpr,
-    V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr
+@gluon.jit
+def _fetch_entries(  # type: ignore[no-untyped-def]
+    keys, deltas, decays, first, count, begin_d, CAPACITY: gl.constexpr, CHUNKS: gl.constexpr, V: gl.constexpr,
+    D: gl.constexpr, KEY_HEADS: gl.constexpr, K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return what `_prepared` needs of the first columns: windows of q, k and v, write strengths, decays. A window has
-    the three inputs before its columns, then theirs."""
-    windows = ()
-    for part in tl.static_range(3):
-        past = _inputs_before(count, row, inputs, first, channels[part], masks[part], C, CAPACITY)
-        windows += (past + _load_inputs(x, x_stride, 0, channels[part], masks[part], T, COLUMNS),)
-    return windows, _load_gates(raw, x_stride, 0, V, T, COLUMNS)
-
-
-@triton.jit
-def _load_columns(  # type: ignore[no-untyped-def]
-    x, x_stride, raw, begin, channels, masks, V: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The same for columns from `begin` on, at least 3."""
-    windows = ()
-    for part in tl.static_range(3):
-        windows += (_load_inputs(x, x_stride, begin - 3, channels[part], masks[part], T, 3 + COLUMNS),)
-    return windows, _load_gates(raw, x_stride, begin, V, T, COLUMNS)
-
-
-@triton.jit
-def _prepared(loaded, taps, rate, dt_bias, K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (queries, keys, their inner products, values, write strengths, decays) of loaded columns."""
-    windows, gates = loaded
-    qs, ks, qks = queries_keys(windows[0], windows[1], taps[0], taps[1], K, COLUMNS)
-    vs, betas, decays = (), (), ()
-    for t in tl.static_range(COLUMNS):
-        vs += (convolved(windows[2], t, taps[2]),)
-        betas += (tl.sigmoid(gates[0][t]),)
-        decays += (tl.exp(-rate * softplus(gates[1][t] + dt_bias)),)
-    return qs, ks, qks, vs, betas, decays
-
-
-@triton.jit
-def _updated(state_XDLK, decay, delta_DL, key_X1LK):  # type: ignore[no-untyped-def]
-    """decay * state + delta key^T. The product with the decay is rounded, so that every use gives the same bits."""
-    return tl.fma(delta_DL[None, :, :, None], key_X1LK, decay * state_XDLK)
-
-
-@triton.jit
-def _applied(state_XDLK, x_XK):  # type: ignore[no-untyped-def]
-    """S x for each value dim. Chunks are added first: a lane has its place of all of them."""
-    return tl.sum(tl.sum(state_XDLK * x_XK[:, None, None, :], axis=0), axis=2)
-
-
-@triton.jit
-def _load_entry(  # type: ignore[no-untyped-def]
-    keys, deltas, decays, i, first, count, k_index, d, CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
-    KEY_HEADS: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
-    """Return (key, delta, decay) of the i-th entry from the place `first` on; from entry `count` on, one that changes
-    nothing. keys, deltas, decays: where the slot's ring begins, for this program."""
-    place, is_entry = _entry(first, i, CAPACITY), i < count
-    copies = tl.broadcast_to((keys + place * (KEY_HEADS * K))[:, None, :], keys.shape[0], d.shape[1], keys.shape[1])
-    key_XLK = tl.load(copies, mask=k_index[:, None, :] < tl.where(is_entry, K, 0), other=0.0)
-    delta_DL = tl.load(deltas + place * (V * D), mask=d < tl.where(is_entry, D, 0), other=0.0)
-    return key_XLK, delta_DL, tl.load(decays + place * V, mask=is_entry, other=1.0)
-
-
-@triton.jit
-def _load_entries(  # type: ignore[no-untyped-def]
-    keys, deltas, decays, first, count, k_index, d, CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
-    KEY_HEADS: tl.constexpr, K: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Return the first AHEAD entries."""
-    entries = ()
-    for i in tl.static_range(AHEAD):
-        entries += (_load_entry(keys, deltas, decays, i, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K),)
+    """Start to copy `count` entries from the place `first` on to shared memory, and return where they will be. keys,
+    deltas, decays: where the slot's ring begins, for this program's heads."""
+    KEY_ROWS: gl.constexpr = _rows_layout(BLOCK_K, WARPS)
+    DELTA_ROWS: gl.constexpr = _rows_layout(BLOCK_D, WARPS)
+    entries = (_shared(CHUNKS * _CHUNK, BLOCK_K), _shared(CHUNKS * _CHUNK, BLOCK_D), _shared(CHUNKS * _CHUNK, 1))
+    key_chunks, delta_chunks = _chunks(entries[0], CHUNKS, BLOCK_K), _chunks(entries[1], CHUNKS, BLOCK_D)
+    decay_chunks = _lines(entries[2], CHUNKS)
+    k = gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, KEY_ROWS)), 0)
+    d = begin_d + gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, DELTA_ROWS)), 0)
+    i_key = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, KEY_ROWS)), 1)
+    i_delta = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, DELTA_ROWS)), 1)
+    i_decay = gl.arange(0, _CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    for chunk in range((count + _CHUNK - 1) // _CHUNK):
+        at, left = first + chunk * _CHUNK, count - chunk * _CHUNK
+        place = _entry(at, i_key, CAPACITY)
+        _copy(key_chunks.index(chunk), keys + place * (KEY_HEADS * K) + k, mask=(i_key < left) & (k < K))
+        place = _entry(at, i_delta, CAPACITY)
+        _copy(delta_chunks.index(chunk), deltas + place * (V * D) + d, mask=(i_delta < left) & (d < D))
+        place = _entry(at, i_decay, CAPACITY)
+        _copy(decay_chunks.index(chunk), decays + place * V, mask=i_decay < left)
+    async_copy.commit_group()
     return entries
 
 
-@triton.jit
-def _replayed(  # type: ignore[no-untyped-def]
-    state_XDLK, entries, fold_tile, fold_at, keys, deltas, decays, first, count, k_index, d, is_real,
-    CAPACITY: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr,
-    AHEAD: tl.constexpr
+@gluon.jit
+def _taps(  # type: ignore[no-untyped-def]
+    conv_C4, begin, length, WIDTH: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr
+):
+    """Return the four taps of `length` channels from `begin` on, float32 [1, WIDTH], oldest token's first."""
+    LAYOUT: gl.constexpr = _taps_layout(WARPS, RUN)
+    ROWS: gl.constexpr = _rows_layout(WIDTH, WARPS, RUN)
+    PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    channel = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, PAIR)), 1), 2)
+    first = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR)), 0), 2)
+    second = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0), 1)
+    place = conv_C4 + (begin + channel) * 4 + first * 2 + second
+    taps_0_2, taps_1_3 = gl.split(gl.load(place, mask=channel < length, other=0.0).to(gl.float32))
+    taps = gl.split(taps_0_2) + gl.split(taps_1_3)
+    rows = ()
+    for tap in gl.static_range(4):
+        rows += (gl.expand_dims(gl.convert_layout(taps[tap % 2 * 2 + tap // 2], gl.SliceLayout(0, ROWS)), 0),)
+    return rows
+
+
+@gluon.jit
+def _load_weights(  # type: ignore[no-untyped-def]
+    conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr,
+    K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Advance the state by `count` entries, of which `entries` has the first ones, and store the state after `fold_at`
-    of them to `fold_tile` (0: nowhere).
-
-    When an entry was added, its registers are filled with the entry AHEAD places later."""
-    for begin in tl.range(0, count, AHEAD, num_stages=1):
-        later = ()
-        for i in tl.static_range(AHEAD):
-            key_XLK, delta_DL, decay = entries[i]
-            state_XDLK = _updated(state_XDLK, decay, delta_DL, key_XLK[:, None, :, :])
-            if begin + i + 1 == fold_at:
-                tl.store(fold_tile, state_XDLK, mask=is_real)
-            later += (_load_entry(
-                keys, deltas, decays, begin + AHEAD + i, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K
-            ),)  # fmt: skip
-        entries = later
-    return state_XDLK
+    """Return (taps of q and of k, taps of v, (rate, bias) of decays)."""
+    q_taps = _taps(conv_C4, head // REPEATS * K, K, BLOCK_K, 4, WARPS)
+    k_taps = _taps(conv_C4, (KEY_HEADS + head // REPEATS) * K, K, BLOCK_K, 4, WARPS)
+    v_taps = _taps(conv_C4, 2 * KEY_HEADS * K + head * D + begin_d, D - begin_d, BLOCK_D, _run_of(BLOCK_D), WARPS)
+    return (q_taps, k_taps), v_taps, (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
 
 
-@triton.jit
-def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: tl.constexpr, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _source(past, count, first, sources, C: gl.constexpr, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the convolution's inputs of the past-th token from the state on begin; past from -3 on. sources: inputs of
+    the window, their stride, row of those before the ring, ring."""
+    x, x_stride, row, entries = sources
+    begin = gl.where(past < 0, row, gl.where(past < count, entries, x))
+    in_ring = gl.where(past < count, _entry(first, past, CAPACITY) * C, (past - count) * x_stride)
+    return begin + gl.where(past < 0, (past + 3) * C, in_ring)
+
+
+@gluon.jit
+def _convolved(  # type: ignore[no-untyped-def]
+    t, sources, first, count, channel, taps, mask, T: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr
+):
+    """Return (SiLU of the convolution, its last input) of columns t [T, 1] at channels [1, X]."""
+    for tap in gl.static_range(4):
+        place = _source(count + t + (tap - 3), count, first, sources, C, CAPACITY)
+        last = gl.load(place + channel, mask=mask & (t < T), other=0.0)
+        if tap == 0:
+            y = last.to(gl.float32) * taps[0]
+        else:
+            y = gl.fma(last.to(gl.float32), taps[tap], y)
+    return y / (1.0 + gl.exp(-y)), last
+
+
+@gluon.jit
+def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: gl.constexpr, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
     """Store the convolution's inputs before the fold length to the fold row, which may be the read row. window: the
     vectors of all slots."""
     read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B = window
     # Loaded again, since they would take registers all the time for what one window in several does.
-    read_length = tl.load(read_length_B + b)
-    count, first = (tl.load(fold_length_B + b) - read_length).to(tl.int32), (read_length % CAPACITY).to(tl.int32)
-    row, inputs = conv_R3C + tl.load(read_row_B + b) * conv_stride, conv_SCX + tl.load(slot_B + b) * CAPACITY * C
-    rows = _inputs_before(count, row, inputs, first, channel, mask, C, CAPACITY)
-    place = conv_R3C + tl.load(fold_row_B + b) * conv_stride + channel
-    tl.debug_barrier()  # every lane must read its row before any lane stores to it
-    for i in tl.static_range(3):
-        tl.store(place + i * C, rows[i], mask=mask)
+    read_length = gl.load(read_length_B + b)
+    count, first = (gl.load(fold_length_B + b) - read_length).to(gl.int32), (read_length % CAPACITY).to(gl.int32)
+    row, entries = conv_R3C + gl.load(read_row_B + b) * conv_stride, conv_SCX + gl.load(slot_B + b) * CAPACITY * C
+    inputs = ()
+    for i in gl.static_range(3):
+        place = _source(count - 3 + i, count, first, (row, 0, row, entries), C, CAPACITY)
+        inputs += (gl.load(place + channel, mask=mask, other=0.0),)
+    place = conv_R3C + gl.load(fold_row_B + b) * conv_stride + channel
+    _barrier()  # every lane must read its row before any lane stores to it
+    for i in gl.static_range(3):
+        gl.store(place + i * C, inputs[i], mask=mask)
 
 
-@triton.jit
-def _store_inputs(  # type: ignore[no-untyped-def]
-    inputs, windows, begin, after, channels, k_index, d, key_columns, CAPACITY: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr
+@gluon.jit
+def _store_gated_norms(  # type: ignore[no-untyped-def]
+    z, z_stride, norm_D, eps, o, out, key_head, T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr,
+    D: gl.constexpr, IS_SILU: gl.constexpr, BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Store the convolution's inputs of columns from `begin` on to their entries; those of q and k before column
-    `key_columns`. after: the place of column 0."""
-    for t in tl.static_range(COLUMNS):
-        column = begin + tl.full([], t, tl.int32)
-        place = inputs + _entry(after, column, CAPACITY) * C
-        is_key, is_value = k_index < tl.where(column < key_columns, K, 0), d < tl.where(column < T, D, 0)
-        tl.store(place + channels[0], windows[0][3 + t], mask=is_key)
-        tl.store(place + channels[1], windows[1][3 + t], mask=is_key)
-        tl.store(place + channels[2], windows[2][3 + t], mask=is_value)
+    """Norm and gate the outputs of a key head's value heads. All pointers are this slot's."""
+    WIDTH: gl.constexpr = triton.next_power_of_2(D)
+    LAYOUT: gl.constexpr = _rows_layout(WIDTH, WARPS)
+    d = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    row = gl.expand_dims(gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    gain = gl.load(norm_D + d, mask=d < D, other=0.0)
+    for begin in gl.static_range(0, T * REPEATS, BLOCK_ROWS):
+        i = begin + row
+        is_real = (i < T * REPEATS) & (d < D)
+        value_dim = (key_head * REPEATS + i % REPEATS) * D + d
+        place = i // REPEATS * (V * D) + value_dim
+        # Other programs wrote o: bypass L1, which is not coherent with their stores.
+        value = gl.load(o + place, mask=is_real, other=0.0, cache_modifier=".cg")
+        raw_gate = gl.load(z + i // REPEATS * z_stride + value_dim, mask=is_real, other=0.0).to(gl.float32)
+        scale = gl.rsqrt(gl.sum(value * value, axis=1) / D + eps)
+        gate = 1.0 / (1.0 + gl.exp(-raw_gate))
+        if IS_SILU:
+            gate *= raw_gate
+        normed = value * gl.expand_dims(scale, 1) * gain
+        gl.store(out + place, (normed * gate).to(out.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@gluon.jit
+def _prepare_keys(  # type: ignore[no-untyped-def]
+    sources, first, count, key_head, taps, rows, ring, is_owner, T: gl.constexpr, KEY_HEADS: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr
+):  # fmt: skip
+    """Put every column's query and key, L2-normalized, and their inner product into shared memory `rows`. The owner of
+    the key head also stores keys and inputs to the ring."""
+    LAYOUT: gl.constexpr = _rows_layout(BLOCK_K, WARPS)
+    k = gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    t = gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    channel = key_head * K + k
+    q_TK, q_input = _convolved(t, sources, first, count, channel, taps[0], k < K, T, C, CAPACITY)
+    k_TK, k_input = _convolved(t, sources, first, count, channel + KEY_HEADS * K, taps[1], k < K, T, C, CAPACITY)
+    q_scale = gl.rsqrt(gl.sum(q_TK * q_TK, axis=1) + _L2_EPS) * K**-0.5
+    k_scale = gl.rsqrt(gl.sum(k_TK * k_TK, axis=1) + _L2_EPS)
+    k_TK *= gl.expand_dims(k_scale, 1)
+    queries, keys, products = rows
+    _matrix(queries, BLOCK_T, BLOCK_K).store(q_TK * gl.expand_dims(q_scale, 1))
+    _matrix(keys, BLOCK_T, BLOCK_K).store(k_TK)
+    _column(products, BLOCK_T).store(gl.sum(q_TK * k_TK, axis=1) * q_scale)
+    ring_keys, inputs = ring
+    if is_owner:
+        place = _entry(first, count + t, CAPACITY)
+        is_real = (k < K) & (t < T)
+        gl.store(ring_keys + place * (KEY_HEADS * K) + channel, k_TK, mask=is_real)
+        gl.store(inputs + place * C + channel, q_input, mask=is_real)
+        gl.store(inputs + place * C + channel + KEY_HEADS * K, k_input, mask=is_real)
+
+
+@gluon.jit
+def _prepare_values(  # type: ignore[no-untyped-def]
+    sources, first, count, head, begin_d, taps, raw, decay_terms, rows, ring, is_first, T: gl.constexpr,
+    V: gl.constexpr, KEY_CHANNELS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Put every column's values and gates into shared memory `rows`, and store decays and inputs to the ring; the
+    head's first program stores the decays. raw: where a column's raw write strength is; its decay is V elements after
+    it."""
+    LAYOUT: gl.constexpr = _rows_layout(BLOCK_D, WARPS, _run_of(BLOCK_D))
+    d = gl.expand_dims(begin_d + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    t_T = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
+    t = gl.expand_dims(t_T, 1)
+    channel = KEY_CHANNELS + head * D + d
+    v_TD, v_input = _convolved(t, sources, first, count, channel, taps, d < D, T, C, CAPACITY)
+    rate, dt_bias = decay_terms
+    raw += t_T * sources[1]
+    beta_T = 1.0 / (1.0 + gl.exp(-gl.load(raw, mask=t_T < T, other=0.0).to(gl.float32)))
+    decay_T = gl.exp(-rate * _softplus(gl.load(raw + V, mask=t_T < T, other=0.0).to(gl.float32) + dt_bias))
+    values, betas, decays = rows
+    _matrix(values, BLOCK_T, BLOCK_D).store(v_TD)
+    _column(betas, BLOCK_T).store(beta_T)
+    _column(decays, BLOCK_T).store(decay_T)
+    ring_decays, inputs = ring
+    gl.store(inputs + _entry(first, count + t, CAPACITY) * C + channel, v_input, mask=(d < D) & (t < T))
+    if is_first:
+        gl.store(ring_decays + _entry(first, count + t_T, CAPACITY) * V, decay_T, mask=t_T < T)
+
+
+@gluon.jit
+def _updated(state_DK, decay, delta_D, key_K):  # type: ignore[no-untyped-def]
+    """decay * state + delta key^T. The product with the decay is rounded, so that every use gives the same bits."""
+    return gl.fma(gl.expand_dims(delta_D, 1), gl.expand_dims(key_K, 0), gl.expand_dims(decay, 1) * state_DK)
+
+
+@gluon.jit
+def _replayed(  # type: ignore[no-untyped-def]
+    state_DK, rows, count, fold_tile, fold_at, is_real, k, K: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr
+):
+    """Advance the state by the entries in shared memory, and store the state after `fold_at` of them to `fold_tile`
+    (0: nowhere)."""
+    keys, deltas, decays = rows
+    for i in range(count):
+        decay, delta_D = decays.index(i).load(VALUES), deltas.index(i).load(VALUES)
+        key_K = keys.index(i).load(KEYS)
+        if k.shape[0] != K:  # what was not copied is undefined
+            key_K = gl.where(k < K, key_K, 0.0)
+        state_DK = _updated(state_DK, decay, delta_D, key_K)
+        if i + 1 == fold_at:
+            gl.store(fold_tile, state_DK, mask=is_real)
+    return state_DK
+
+
+@gluon.jit
 def _run_columns(  # type: ignore[no-untyped-def]
-    state_XDLK, prepared, o, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
-    CAPACITY: tl.constexpr, T: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KEY_HEADS: tl.constexpr,
-    K: tl.constexpr, COLUMNS: tl.constexpr
+    state_DK, rows, o, ring_deltas, after, is_value, T: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    CAPACITY: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr
 ):  # fmt: skip
-    """Advance the state by the prepared columns, which are those from `begin` on. Stores their outputs, and their
-    entries but for the convolution's inputs: keys before column `key_columns`, decays before `head_columns`."""
-    qs, ks, qks, vs, betas, column_decays = prepared
-    for t in tl.static_range(COLUMNS):
-        column, decay = begin + tl.full([], t, tl.int32), column_decays[t]
-        place, is_value = _entry(after, column, CAPACITY), d < tl.where(column < T, D, 0)
+    """Run the window's columns. Stores their outputs, and the deltas of their entries."""
+    queries, keys, products, values, betas, decays = rows
+    for t in range(T):
+        q_K, k_K = queries.index(t).load(KEYS), keys.index(t).load(KEYS)
+        decay = decays.index(t).load(VALUES)
         # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q): both sums are over the same S and run
         # together.
-        seen, read = _applied(state_XDLK, ks[t]), _applied(state_XDLK, qs[t])
-        delta = (vs[t] - decay * seen) * betas[t]
-        state_XDLK = _updated(state_XDLK, decay, delta, ks[t][:, None, None, :])
-        tl.store(o + column * (V * D), decay * read + delta * qks[t], mask=is_value)
-        tl.store(deltas + place * (V * D), delta, mask=is_value)
-        tl.store(decays + place * V, decay, mask=column < head_columns)
-        tl.store(keys + place * (KEY_HEADS * K), ks[t], mask=k_index < tl.where(column < key_columns, K, 0))
-    return state_XDLK
+        seen_D = gl.sum(state_DK * gl.expand_dims(k_K, 0), axis=1)
+        read_D = gl.sum(state_DK * gl.expand_dims(q_K, 0), axis=1)
+        delta_D = gl.fma(-decay, seen_D, values.index(t).load(VALUES)) * betas.index(t).load(VALUES)
+        state_DK = _updated(state_DK, decay, delta_D, k_K)
+        gl.store(o + t * (V * D), gl.fma(delta_D, products.index(t).load(VALUES), decay * read_D), mask=is_value)
+        gl.store(ring_deltas + _entry(after, t, CAPACITY) * (V * D), delta_D, mask=is_value)
 
 
-@triton.jit
+@gluon.jit
+def _fold_key_inputs(  # type: ignore[no-untyped-def]
+    window, conv_R3C, conv_stride, conv_SCX, b, key_head, KEY_HEADS: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+    CAPACITY: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """`_fold_inputs` of a key head's q and k."""
+    c = gl.arange(0, 2 * BLOCK_K, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    channel = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K
+    _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, c % BLOCK_K < K, C, CAPACITY)
+
+
+@gluon.jit
+def _fold_value_inputs(  # type: ignore[no-untyped-def]
+    window, conv_R3C, conv_stride, conv_SCX, b, begin, count, C: gl.constexpr, CAPACITY: gl.constexpr,
+    BLOCK_D: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """`_fold_inputs` of `count` channels from `begin` on."""
+    i = gl.arange(0, BLOCK_D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, begin + i, i < count, C, CAPACITY)
+
+
+@gluon.jit
 def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     projected_NP, x_stride, conv_C4, a_log_V, dt_bias_V, norm_D, eps, ssm_RVDK, ssm_stride, conv_R3C, conv_stride,
     key_SCGK, delta_SCVD, decay_SCV, conv_SCX, read_row_B, slot_B, start_B, read_length_B, fold_length_B, fold_row_B,
-    o_NVD, out_NVD, counters, CAPACITY: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
-    V: tl.constexpr, REPEATS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, IS_SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    PDL: tl.constexpr
+    o_NVD, out_NVD, counters, CAPACITY: gl.constexpr, ENTRY_CHUNKS: gl.constexpr, T: gl.constexpr, V: gl.constexpr,
+    REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr, IS_SILU: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    release_next(PDL)
-    KEY_HEADS: tl.constexpr = V // REPEATS
-    C: tl.constexpr = 2 * KEY_HEADS * K + V * D
-    NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    b, head, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // NUM_BLOCKS, tl.program_id(0) % NUM_BLOCKS
-    key_head = head // REPEATS
-    head_columns = tl.where(block == 0, T, 0)
-    key_columns = tl.where(head % REPEATS == 0, head_columns, 0)
-    k_index = tl.arange(0, BLOCK_K // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    d = block * BLOCK_D + tl.arange(0, BLOCK_D // GROUPS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    is_key, is_value = k_index < K, d < D
-    q_channel, masks = key_head * K + k_index, (is_key, is_key, is_value)
-    channels = (q_channel, KEY_HEADS * K + q_channel, 2 * KEY_HEADS * K + head * D + d)
-    taps = ()
-    for part in tl.static_range(3):
-        taps += (conv_taps(conv_C4, channels[part], masks[part]),)
-    rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
-    await_previous(PDL)
+    _release_next(PDL)
+    KEY_HEADS: gl.constexpr = V // REPEATS
+    C: gl.constexpr = 2 * KEY_HEADS * K + V * D
+    NUM_BLOCKS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    # Eight lanes of a tile's row have four key dims each, of every 32: sums over the key dim cross only these lanes.
+    KEYS: gl.constexpr = gl.SliceLayout(0, _rows_layout(BLOCK_K, WARPS, 4, 8))
+    VALUES: gl.constexpr = gl.SliceLayout(1, _rows_layout(BLOCK_K, WARPS, 4, 8))
+    b, head = gl.program_id(1).to(gl.int64), gl.program_id(0) // NUM_BLOCKS
+    begin_d, key_head = gl.program_id(0) % NUM_BLOCKS * BLOCK_D, head // REPEATS
+    value_channel = 2 * KEY_HEADS * K + head * D + begin_d
+    is_first = begin_d == 0
+    key_taps, value_taps, decay_terms = _load_weights(
+        conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS, REPEATS, D, K, BLOCK_D, BLOCK_K, WARPS
+    )
+    _await_previous(PDL)
 
-    read_row, fold_row, read_length = tl.load(read_row_B + b), tl.load(fold_row_B + b), tl.load(read_length_B + b)
-    ring = tl.load(slot_B + b) * CAPACITY
-    count = tl.maximum(tl.load(start_B + b) - read_length, 0).to(tl.int32)
-    fold_at = (tl.load(fold_length_B + b) - read_length).to(tl.int32)
-    first = (read_length % CAPACITY).to(tl.int32)
-    after = _entry(first, count, CAPACITY)
-    # Every load comes before the first use of one, so that all are in flight at once.
-    tile, is_real = ssm_RVDK + (head * D + d[:, :, None]) * K, is_value[None, :, :, None] & is_key[:, None, None, :]
-    tile = tile[None, :, :, :] + k_index[:, None, None, :]
-    state_XDLK = tl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
-    x, row, inputs = projected_NP + b * T * x_stride, conv_R3C + read_row * conv_stride, conv_SCX + ring * C
-    raw = x + C + V * D + head
-    loaded = _load_first_columns(
-        x, x_stride, raw, count, row, inputs, first, channels, masks, C, CAPACITY, V, T, COLUMNS
+    read_row, fold_row, read_length = gl.load(read_row_B + b), gl.load(fold_row_B + b), gl.load(read_length_B + b)
+    slot = gl.load(slot_B + b) * CAPACITY
+    count = gl.maximum(gl.load(start_B + b) - read_length, 0).to(gl.int32)
+    fold_at = (gl.load(fold_length_B + b) - read_length).to(gl.int32)
+    first = (read_length % CAPACITY).to(gl.int32)
+
+    ring_keys, ring_decays = key_SCGK + slot * (KEY_HEADS * K), decay_SCV + slot * V + head
+    ring_deltas, inputs = delta_SCVD + slot * (V * D) + head * D, conv_SCX + slot * C
+    entries = _fetch_entries(
+        ring_keys + key_head * K, ring_deltas, ring_decays, first, count, begin_d, CAPACITY, ENTRY_CHUNKS, V, D,
+        KEY_HEADS, K, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
-    keys, decays = key_SCGK + ring * (KEY_HEADS * K) + q_channel, decay_SCV + ring * V + head
-    deltas = delta_SCVD + ring * (V * D) + head * D + d
-    entries = _load_entries(keys, deltas, decays, first, count, k_index, d, CAPACITY, V, D, KEY_HEADS, K, AHEAD)
+    d = begin_d + gl.arange(0, BLOCK_D, layout=VALUES)
+    k = gl.arange(0, BLOCK_K, layout=KEYS)
+    is_value = d < D
+    is_real = gl.expand_dims(is_value, 1) & gl.expand_dims(k < K, 0)
+    tile = ssm_RVDK + (head * D + gl.expand_dims(d, 1)) * K + gl.expand_dims(k, 0)
+    state_DK = gl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
 
-    state_XDLK = _replayed(
-        state_XDLK, entries, tile + fold_row * ssm_stride, fold_at, keys, deltas, decays, first, count, k_index,
-        d, is_real, CAPACITY, V, D, KEY_HEADS, K, AHEAD,
+    x = projected_NP + b * T * x_stride
+    sources = (x, x_stride, conv_R3C + read_row * conv_stride, inputs)
+    key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
+    value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
+    _prepare_keys(
+        sources, first, count, key_head, key_taps, key_rows, (ring_keys, inputs), is_first & (head % REPEATS == 0),
+        T, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K, WARPS,
+    )  # fmt: skip
+    _prepare_values(
+        sources, first, count, head, begin_d, value_taps, x + C + V * D + head, decay_terms, value_rows,
+        (ring_decays, inputs), is_first, T, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
     )  # fmt: skip
     window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     if fold_at > 0:
-        _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channels[2], is_value, C, CAPACITY)
+        _fold_value_inputs(
+            window, conv_R3C, conv_stride, conv_SCX, b, value_channel, D - begin_d, C, CAPACITY, BLOCK_D, WARPS
+        )
 
+    async_copy.wait_group(0)
+    _barrier()
+    state_DK = _replayed(state_DK, entries, count, tile + fold_row * ssm_stride, fold_at, is_real, k, K, KEYS, VALUES)
     o, out = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
-    o_head = o + head * D + d
-    for begin in tl.range(0, T, COLUMNS, num_stages=1):
-        prepared = _prepared(loaded, taps, rate, dt_bias, K, COLUMNS)
-        _store_inputs(inputs, loaded[0], begin, after, channels, k_index, d, key_columns, CAPACITY, T, D, K, C, COLUMNS)
-        if T > COLUMNS:
-            loaded = _load_columns(x, x_stride, raw, begin + COLUMNS, channels, masks, V, T, COLUMNS)
-        state_XDLK = _run_columns(
-            state_XDLK, prepared, o_head, keys, deltas, decays, begin, after, k_index, d, key_columns, head_columns,
-            CAPACITY, T, V, D, KEY_HEADS, K, COLUMNS,
-        )  # fmt: skip
+    _run_columns(
+        state_DK, key_rows + value_rows, o + head * D + d, ring_deltas + d, _entry(first, count, CAPACITY), is_value,
+        T, V, D, CAPACITY, KEYS, VALUES,
+    )  # fmt: skip
 
-    tl.debug_barrier()  # every lane's reads and stores must precede the count
+    _barrier()  # every lane's reads and stores must precede the count
     counter = counters + b * KEY_HEADS + key_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
-        tl.store(counter, 0)
-        store_gated_norms(x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS)
+    if gl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
+        gl.store(counter, 0)
+        _store_gated_norms(
+            x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS, WARPS
+        )  # fmt: skip
         if fold_at > 0:
-            c = tl.arange(0, 2 * BLOCK_K)
-            channel, mask = c // BLOCK_K * (KEY_HEADS * K) + key_head * K + c % BLOCK_K, c % BLOCK_K < K
-            _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C, CAPACITY)
+            _fold_key_inputs(
+                window, conv_R3C, conv_stride, conv_SCX, b, key_head, KEY_HEADS, K, C, CAPACITY, BLOCK_K, WARPS
+            )

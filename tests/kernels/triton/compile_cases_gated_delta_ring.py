@@ -10,13 +10,21 @@ from tests.kernels.triton.compile_case import CompileCase
 
 
 def _case(
-    model: str, num_columns: int, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
+    model: str,
+    num_columns: int,
+    value_heads: int,
+    key_heads: int,
+    head_dim: int,
+    activations: str = "*bf16",
+    *,
+    num_slots: int = 1,
 ) -> CompileCase:
     parts = ("ssm_RVDK", "key_SCGK", "delta_SCVD", "decay_SCV", "a_log_V", "dt_bias_V", "norm_D", "o_NVD")
-    num_warps = gated_delta_ring._BLOCK_D * head_dim // gated_delta_ring._TILE_A_WARP
+    tiling = gated_delta_ring.tiling_of(num_columns, num_slots * value_heads)
+    num_warps = tiling.block_d * head_dim // (32 * tiling.lane_elements)
     integers = ("read_row_B", "slot_B", "start_B", "read_length_B", "fold_length_B", "fold_row_B")
     return CompileCase(
-        name=f"gated_delta_ring_step {model} T={num_columns}",
+        name=f"gated_delta_ring_step {model} B={num_slots} T={num_columns}",
         kernel=gated_delta_ring._gated_delta_ring_step,
         signature={
             **dict.fromkeys(("projected_NP", "conv_C4", "conv_R3C", "conv_SCX", "out_NVD"), activations),
@@ -29,30 +37,37 @@ def _case(
         constexprs={
             "CAPACITY": RingShape.of(num_columns).capacity,
             "T": num_columns,
-            "COLUMNS": gated_delta_ring.columns_at_a_time(num_columns),
-            "AHEAD": gated_delta_ring.entries_ahead(num_columns),
+            "ENTRY_CHUNKS": gated_delta_ring.entry_chunks(RingShape.of(num_columns).capacity, num_columns),
             "V": value_heads,
             "REPEATS": value_heads // key_heads,
             "D": head_dim,
             "K": head_dim,
             "IS_SILU": True,
-            "BLOCK_D": gated_delta_ring._BLOCK_D,
+            "BLOCK_T": triton.next_power_of_2(num_columns),
+            "BLOCK_D": tiling.block_d,
             "BLOCK_K": head_dim,
-            "CHUNK": gated_delta_ring._CHUNK,
-            "GROUPS": gated_delta_ring._GROUPS_A_WARP * num_warps,
             "BLOCK_ROWS": min(
                 gated_delta_ring._MAX_ROWS, triton.next_power_of_2(num_columns * value_heads // key_heads)
             ),
+            "WARPS": num_warps,
         },
         num_warps=num_warps,
-        max_registers=gated_delta_ring.max_registers(num_warps),
+        max_registers=tiling.max_registers,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
         instructions=("ld.global.v4.b32", "st.global.v4.b32", "atom.global.gpu.acq_rel"),
     )
 
 
 CASES = [
-    *(_case("27B", num_columns, 48, 16, 128) for num_columns in (1, 2, 3, 4, 5, 6, 8, 12, 16)),
-    *(_case("4B and 35B-A3B", num_columns, 32, 16, 128) for num_columns in (1, 2, 3, 4, 8, 16)),
+    *(
+        _case("27B", num_columns, 48, 16, 128, num_slots=num_slots)
+        for num_slots in (1, 32)
+        for num_columns in (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    ),
+    *(
+        _case("4B and 35B-A3B", num_columns, 32, 16, 128, num_slots=num_slots)
+        for num_slots in (1, 32)
+        for num_columns in (1, 4, 16)
+    ),
     _case("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
 ]

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from agentspec.kernels.triton import gated_delta_ring
 from agentspec.kernels.triton.launch import INTERPRETED
+from tests.kernels.triton.gluon_in_interpreter import interpreted_ring_step
 from tests.kernels.triton.poison import poison_new_memory
 from tests.kernels.triton.quick_interpreter import make_quick
 
@@ -23,6 +25,7 @@ def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             make_quick(patch)
+            patch.setattr(gated_delta_ring, "_gated_delta_ring_step", interpreted_ring_step())
         yield
 
 

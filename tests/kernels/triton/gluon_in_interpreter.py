@@ -1,6 +1,6 @@
-"""Runs prefill_attention_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory, barriers,
-copies and matrix units are replaced by plain operations, which also check the synchronization whose absence a GPU
-would not report.
+"""Runs Gluon's kernels prefill_attention_hopper.py and gated_delta_ring.py in Triton's interpreter, which does not
+support Gluon. Shared memory, barriers, copies and matrix units are replaced by plain operations, which also check the
+synchronization whose absence a GPU would not report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -13,11 +13,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-from agentspec.kernels.triton import prefill_attention_hopper
+from agentspec.kernels.triton import gated_delta_ring, prefill_attention_hopper
 
 
 class _Buffer:
@@ -155,17 +156,58 @@ class _Pool:
         )
 
 
-class _Language:
-    """The functions that prefill_attention_hopper.py uses from gluon.language; others are Triton's own. Layouts are
-    strings."""
+class _Shared:
+    """float32 in shared memory, which holds NaN until it is written, and views of it."""
 
-    def __init__(self, machine: _Machine) -> None:
-        self.allocate_shared_memory = machine.allocate
-        self.static_range = range
-        self.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "tile")
-        self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *_, **__: (
-            "registers"
-        )
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> _Shared:
+        return _Shared(self.data[int(_number(i))])
+
+    def reinterpret(self, dtype: object, shape: list[int], layout: object) -> _Shared:
+        return _Shared(self.data.reshape(shape))
+
+    def store(self, value: Any) -> None:
+        self.data[...] = value.handle.data
+
+    def load(self, layout: object) -> Any:
+        return tl.tensor(TensorHandle(self.data.copy(), tl.float32), tl.block_type(tl.float32, list(self.data.shape)))
+
+
+class _Copies:
+    """Copies from global to shared memory, which land when they are waited for."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[_Shared, Any, Any]] = []
+
+    def async_load(self, shared: _Shared, pointers: Any, mask: Any) -> None:
+        assert all(pointers.shape[i] == size for i, size in enumerate(shared.data.shape)), "a copy of another shape"
+        self.under_way.append((shared, tl.load(pointers, mask=mask, other=float("nan")), mask))
+
+    def commit_group(self) -> None:
+        pass
+
+    def wait_group(self, num_outstanding: int) -> None:
+        assert num_outstanding == 0
+        for shared, values, mask in self.under_way:
+            wanted = np.broadcast_to(mask.handle.data, shared.data.shape)
+            shared.data[wanted] = values.handle.data[wanted]
+        self.under_way.clear()
+
+
+class _Language:
+    """The functions that the kernels use from gluon.language; others are Triton's own. Layouts are strings."""
+
+    static_range = range
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "tile")
+    shared_memory_descriptor = _Shared
+
+    def __init__(self, allocate: Any) -> None:
+        self.allocate_shared_memory = allocate
+        self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = (
+            self.SwizzledSharedLayout
+        ) = lambda *_, **__: "registers"
 
     def __getattr__(self, name: str) -> Any:
         # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
@@ -192,21 +234,47 @@ class _Kernel(InterpretedFunction):  # type: ignore[misc]
         return self.fn
 
 
-def interpreted_hopper() -> SimpleNamespace:
-    """Return (attend, descriptor) of prefill_attention_hopper.py, for float16."""
-    machine = _Machine()
-    hopper = ModuleType(prefill_attention_hopper.__name__)
-    source = Path(prefill_attention_hopper.__file__).read_text()
-    gluon = SimpleNamespace(jit=lambda function=None, **_: function or (lambda decorated: decorated))
-    tree = ast.parse(source.replace("gl.constexpr", "tl.constexpr"))  # the name that the interpreter knows
+def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
+    """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
+    globals."""
+    copy = ModuleType(module.__name__)
+    path = str(module.__file__)
+    gluon = SimpleNamespace(
+        jit=lambda function=None, **_: function or (lambda decorated: decorated),
+        constexpr_function=lambda function: function,
+    )
+    # The annotation by the name that the interpreter knows.
+    tree = ast.parse(Path(path).read_text().replace("gl.constexpr", "tl.constexpr"))
     tree.body = [
         node
         for node in tree.body
         if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))
     ]
-    hopper.__dict__.update(
-        gluon=gluon,
-        gl=_Language(machine),
+    copy.__dict__.update(gluon=gluon, gl=_Language(allocate), **names)
+    exec(compile(tree, path, "exec"), copy.__dict__)
+    plain = {name: value.value for name, value in copy.__dict__.items() if isinstance(value, tl.constexpr)}
+    copy.__dict__.update(plain)
+    return copy.__dict__
+
+
+def interpreted_ring_step() -> Any:
+    """The kernel of gated_delta_ring.py."""
+
+    def allocate(dtype: object, shape: list[int], layout: object) -> _Shared:
+        assert dtype == tl.float32
+        return _Shared(np.full(shape, np.nan, np.float32))
+
+    names = _interpreted(gated_delta_ring, allocate, async_copy=_Copies())
+    names["_barrier"] = lambda: None
+    return _Kernel(names["_gated_delta_ring_step"])
+
+
+def interpreted_hopper() -> SimpleNamespace:
+    """Return (attend, descriptor) of prefill_attention_hopper.py, for float16."""
+    machine = _Machine()
+    names = _interpreted(
+        prefill_attention_hopper,
+        machine.allocate,
         fence_async_shared=lambda: None,
         mbarrier=SimpleNamespace(
             init=lambda barrier, count: None,
@@ -220,6 +288,5 @@ def interpreted_hopper() -> SimpleNamespace:
         warpgroup_mma_wait=machine.wait_products,
         TensorDescriptor=None,
     )
-    exec(compile(tree, prefill_attention_hopper.__file__, "exec"), hopper.__dict__)
-    hopper.__dict__["_barrier"] = machine.barrier
-    return SimpleNamespace(attend=_Kernel(hopper.__dict__["attend"]), descriptor=_Pool)
+    names["_barrier"] = machine.barrier
+    return SimpleNamespace(attend=_Kernel(names["attend"]), descriptor=_Pool)

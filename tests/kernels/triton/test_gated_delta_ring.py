@@ -221,6 +221,23 @@ def check_bits(shape: Shape, num_columns: int, device: torch.device, seed: int) 
         assert torch.equal(entries, entries_again), (part, seed)
 
 
+def check_tilings(shape: Shape, num_columns: int, device: torch.device, seed: int) -> None:
+    """Check that bits do not depend on how a launch divides its work."""
+    case = make_case(shape, [*KINDS, "start"], num_columns, device, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        results = []
+        for tiling in sorted({gated_delta_ring.tiling_of(t, heads) for t in (4, 8, 16) for heads in (16, 1000)}):
+            patch.setattr(gated_delta_ring, "tiling_of", lambda *_, chosen=tiling: chosen)
+            results.append(case.run())
+    assert len(results) == 4
+    out, after = results[0]
+    for other, other_after in results[1:]:
+        assert torch.equal(out, other), seed
+        for part in PARTS:
+            assert same(getattr(after.ring, part), getattr(other_after.ring, part)), (part, seed)
+        assert same(after.ssm_RVDK[3:], other_after.ssm_RVDK[3:]), seed
+
+
 class Windows:
     """Sequences that start from random states, in windows of random widths of which random leading columns are
     accepted. Rejected columns get tokens of their own."""
@@ -345,7 +362,7 @@ MIXED = [*KINDS, "start", "padding", "padding"]
         pytest.param(SMALL, MIXED, 4, 4, id="all kinds"),
         pytest.param(SMALL, MIXED, 1, 8, id="one column of eight"),
         pytest.param(SMALL, ["fold", "few"], 2, 2, id="two columns"),
-        pytest.param(SMALL, ["fold", "few"], 5, 5, id="five columns in two turns"),
+        pytest.param(SMALL, ["fold", "few"], 5, 5, id="five columns, of which eight are prepared"),
         pytest.param(SMALL, ["none", "fold in place"], 8, 16, id="eight columns of sixteen"),
         pytest.param(SMALL, ["fold", "many", "start"], 16, 16, id="sixteen columns"),
         pytest.param(replace(SMALL, dtype=torch.bfloat16), MIXED, 4, 4, id="bfloat16"),
@@ -371,6 +388,10 @@ def test_every_count_of_columns_and_entries_matches_reference(device: torch.devi
 def test_bits_depend_only_on_the_slot(device: torch.device) -> None:
     check_bits(SMALL, 3, device, seed=6)
     check_bits(ODD, 5, device, seed=7)
+
+
+def test_bits_do_not_depend_on_the_tiling(device: torch.device) -> None:
+    check_tilings(replace(PAIR, key_dim=64, value_dim=64), 4, device, seed=8)
 
 
 @pytest.mark.parametrize("shape", [PAIR, replace(PAIR, dtype=torch.bfloat16)], ids=["float32", "bfloat16"])
