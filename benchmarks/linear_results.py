@@ -6,7 +6,7 @@ Times are plain numbers here; the measurement is elsewhere. Needs no GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +20,8 @@ GROUPINGS = (((1, 2, 4, 8, 16),), ((1, 2, 4, 8), (16,)), ((1, 2, 4), (8, 16)), (
 """Groups of small token counts that share a plan, and so an accumulation order; the first grouping with little extra
 cost is chosen. A stream's 1 token without drafts and 4 with drafts are always in one group."""
 ALONE = ((32,), (64,), (128,))
+COUNTS = (4, 8, 16, 32, 64, 128)
+"""Token counts that may have plans of their own."""
 
 Times = Mapping[Plan | None, float]
 """Plan -> time, None: torch's product."""
@@ -155,20 +157,34 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
     for group in ALONE:
         if times.get(group[0]) and (one := _one_plan(times, group)):
             rows.append((group[0], one[1]))
-    return [row for index, row in enumerate(rows) if index + 1 == len(rows) or rows[index + 1][1] != row[1]]
+    return _without_repeats(rows)
 
 
 def plan_file(device: str, cells: Cells, recorded: str) -> str:
-    """The text of `linear_plans.json`: one line per shape, with the non-default fields of each plan. Shapes without a
-    measurement keep their line of the recorded text."""
+    """The text of `linear_plans.json`: one line per shape, with the non-default fields of each plan. Shapes and token
+    counts without a measurement keep what the recorded text says."""
     layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
     for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
-        rows = [[most, None if plan is None else _fields(plan)] for most, plan in chosen_plans(shape, cells)]
         form = {"weight": "fp8"} if shape.fp8 else {}
-        layer = {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth, "plans": rows}
-        layers[_key(layer)] = layer
+        layer = {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth}
+        measured = sorted(count for (at, count), cell in cells.items() if at == shape and cell.seconds)
+        chosen = [(most, None if plan is None else _fields(plan)) for most, plan in chosen_plans(shape, cells)]
+        plans = {count: _at(count, chosen) for count in measured}
+        if (recorded_layer := layers.get(_key(layer))) is not None:
+            rows = recorded_layer["plans"]
+            plans = {count: _at(count, rows) for count in COUNTS if count <= rows[-1][0]} | plans
+        layers[_key(layer)] = layer | {"plans": _without_repeats(sorted(plans.items()))}
     lines = map(json.dumps, layers.values())
     return f'{{"measured": "on one {device} by benchmarks/linear.py",\n"layers": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _at(count: int, rows: Sequence[tuple[int, Any]]) -> Any:
+    return next(plan for most, plan in rows if count <= most)
+
+
+def _without_repeats(rows: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Without rows that say the same as the next one."""
+    return [row for index, row in enumerate(rows) if index + 1 == len(rows) or rows[index + 1][1] != row[1]]
 
 
 def _key(layer: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -57,6 +57,16 @@ def test_the_package_reads_the_written_file(tmp_path: Path) -> None:
     assert linear_plans._read(path, "fp8") == {}
 
 
+def test_token_counts_that_were_not_measured_again_keep_their_plans(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    before: dict[int, dict[Plan | None, float]] = {4: {NARROW: 10.0}, 16: {WIDE: 12.0}, 64: {WIDE: 30.0}}
+    path.write_text(plan_file("some device", cells(before), NOTHING))
+    path.write_text(plan_file("some device", cells({32: {RUNNING: 12.0}, 64: {APART: 20.0}}), path.read_text()))
+    assert linear_plans._read(path) == {
+        ("norm_linear", 12352, 2560): ((4, NARROW), (16, WIDE), (32, RUNNING), (64, APART))
+    }
+
+
 def test_a_plan_records_whether_its_norm_is_separate(tmp_path: Path) -> None:
     scaled = replace(SHAPE, fp8=True)
     measured = cells({4: {NARROW: 10.0, APART: 8.0}, 64: {WIDE: 10.0, APART: 12.0}}, scaled)
