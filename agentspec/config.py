@@ -45,11 +45,12 @@ class EngineConfig:
     """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
     copy_drafts: int | Literal["auto"] = "auto"
     """Most drafts per step that are copied from the session's own text, behind the MTP drafts; the window policy
-    chooses when. 0: none. auto: as many as a window has room for, up to 12, if slots have rings, otherwise none."""
+    chooses when. 0: none. auto: as many as a window has room for, up to 12, where `state_form` is ring; otherwise
+    none."""
     state_form: StateForm = "auto"
     """What a running request stores of its latest tokens. rows: a recurrent state after every column of a window. ring:
     what each token added to the state, and a whole state every 16 tokens, which takes less memory and allows windows of
-    up to 16 columns. The tokens are the same. auto: rows."""
+    up to 16 columns. The tokens are the same. auto: ring on a GPU, rows on a CPU, where each is faster."""
     draft_vocab_size: int | None = None
     """Number of tokens that the draft head scores. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
     draft_precision: DraftPrecision = "auto"
@@ -100,7 +101,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         drafts, running, budget, rates = self.draft_tokens, self.max_running, self.prefill_budget, self.force_acceptance
-        max_drafts = most_drafts(has_ring=self.state_form == "ring")
+        max_drafts = most_drafts(has_ring=self.state_form != "rows")
         _check(
             self.model != "",
             "model",

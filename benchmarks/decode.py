@@ -190,7 +190,7 @@ def arguments() -> argparse.Namespace:
     which.add_argument(
         "--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts"
     )
-    which.add_argument("--state-form", nargs="+", choices=("rows", "ring"), default=["rows"], help="as of an engine")
+    which.add_argument("--state-form", nargs="+", choices=("rows", "ring"), default=["ring"], help="as of an engine")
     which.add_argument(
         "--copies", nargs="+", type=int, default=[0], help="columns for copies, of which none is accepted: their cost"
     )

@@ -144,7 +144,9 @@ class Report:
 
 def _case_cells(result: Result) -> list[str]:
     case = result.case
-    return [f"{case.model}{' sampled' * case.sampled}", f"{case.context:,}", f"{case.batch}", f"{case.depth}"]
+    model = f"{case.model}{' sampled' * case.sampled}{' rows' * (case.state_form == 'rows')}"
+    drafts = f"{case.depth} + {case.copies} copies" if case.copies else str(case.depth)
+    return [model, f"{case.context:,}", f"{case.batch}", drafts]
 
 
 def _table(header: str, rows: list[str]) -> list[str]:

@@ -52,7 +52,7 @@ class Case:
     emitted: float = 3.39
     """Mean tokens per step that the forced acceptance gives with MAX_DRAFTS drafts."""
     sampled: bool = False
-    state_form: Literal["rows", "ring"] = "rows"
+    state_form: Literal["rows", "ring"] = "ring"
     copies: int = 0
     """Columns for copies in every window. Random text repeats nothing, so they are never accepted: only their cost is
     measured."""

@@ -240,7 +240,7 @@ def test_invalid_forced_acceptance_is_refused(text: str, drafts: Any, words: str
         (["serve", "--max-running", "many"], "many"),
         (["serve", "--draft-tokens", "some"], "some"),
         (["serve", "--max-running", "0"], "max_running=0"),
-        (["serve", "--draft-tokens", "9"], "draft_tokens=9"),
+        (["serve", "--draft-tokens", "16"], "draft_tokens=16"),
         (["serve", "--force-acceptance", "0.5,1.5"], "force_acceptance"),
         (["serve", "--memory", "nan"], "memory=nan"),
         (["serve", "--max-context", "63"], "max_context=63"),

@@ -107,7 +107,7 @@ def test_impossible_emitted_tokens_are_refused(emitted: float) -> None:
         acceptance_rate(emitted)
 
 
-@pytest.mark.parametrize(("field", "value"), [("context", 0), ("batch", 0), ("depth", 8), ("emitted", 4.5)])
+@pytest.mark.parametrize(("field", "value"), [("context", 0), ("batch", 0), ("depth", 16), ("emitted", 4.5)])
 def test_an_impossible_case_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"={value}: "):
         replace(case(), **{field: value})
@@ -171,7 +171,7 @@ def test_memory_fits_the_sessions_of_a_real_engine() -> None:
     plan = memory_for(
         case(context=2048, batch=8), make_model("toy", TOY, device=CPU, dtype=torch.float32).spec, num_steps=100
     )
-    assert plan.num_rows == 2 + 8 * (3 + 3 + 2)
+    assert plan.num_rows == 2 + 8 * (3 + 2)
     assert plan.max_length == 2048 + 1 + 400
     assert plan.num_pages * 64 > 8 * plan.max_length
 

@@ -262,7 +262,7 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         group,
         "--draft-tokens",
         "K|auto",
-        f"drafts per step, 0 to {most_drafts()} (with --state-form ring to {most_drafts(has_ring=True)})",
+        f"drafts per step, 0 to {most_drafts()} (with rings to {most_drafts(has_ring=True)}, see --state-form)",
         default="auto",
         kind=_number_or_auto,
     )
@@ -280,7 +280,7 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         choices=get_args(StateForm),
         default="auto",
         help="what running requests store of their latest tokens: a state after each (rows), or what each added to the "
-        "state (ring): less memory, wider windows, same tokens (default: rows)",
+        "state (ring): less memory, wider windows, same tokens (default: ring on a GPU, rows on a CPU)",
     )
     _add_number(
         group,

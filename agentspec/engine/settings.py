@@ -51,6 +51,8 @@ class Settings:
     config: EngineConfig
     spec: ModelSpec
     device: torch.device
+    has_ring: bool
+    """Slots have rings."""
     max_draft_tokens: int
     """Of the MTP head."""
     max_copies: int
@@ -61,13 +63,15 @@ class Settings:
         cls, config: EngineConfig, spec: ModelSpec, device: torch.device, *, given: MemoryPlan | None = None
     ) -> Self:
         """given: the memory, where it is not planned by the settings."""
-        max_draft_tokens = _max_draft_tokens(config, spec)
+        has_ring = _has_ring(config, spec, device)
+        max_draft_tokens = _max_draft_tokens(config, spec, has_ring=has_ring)
         settings = cls(
             config=config,
             spec=spec,
             device=device,
+            has_ring=has_ring,
             max_draft_tokens=max_draft_tokens,
-            max_copies=_max_copies(config, spec, max_draft_tokens),
+            max_copies=_max_copies(config, spec, max_draft_tokens, has_ring=has_ring),
             max_running=CPU_MAX_RUNNING if config.max_running == "auto" else config.max_running,
         )
         if config.max_running != "auto" or device.type == "cpu" or given is not None:
@@ -89,7 +93,7 @@ class Settings:
     @property
     def ring(self) -> RingShape | None:
         """Sizes of the slots' rings; None: slots have none, and every column of a window has a state row."""
-        if self.config.state_form != "ring":
+        if not self.has_ring:
             return None
         return RingShape.of(self.max_drafts + 1, self.spec.block_tokens)
 
@@ -218,16 +222,25 @@ def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype
     return config.draft_precision == "fp8"
 
 
-def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
-    rates = config.force_acceptance
+def _has_ring(config: EngineConfig, spec: ModelSpec, device: torch.device) -> bool:
+    if config.state_form == "auto":
+        # Rows move more bytes, which is what a GPU waits for. A CPU waits for the replay of a ring's entries.
+        return device.type == "cuda" and spec.entry_bytes > 0
     if config.state_form == "ring" and not spec.entry_bytes:
         raise ConfigError("state_form", "ring", f"{spec.name} has layers that store whole states only")
+    return config.state_form == "ring"
+
+
+def _max_draft_tokens(config: EngineConfig, spec: ModelSpec, *, has_ring: bool) -> int:
+    rates, most = config.force_acceptance, most_drafts(spec.block_tokens, has_ring=has_ring)
     if config.draft_tokens != "auto":
         num_drafts = config.draft_tokens
     elif spec.has_mtp:
         num_drafts = AUTO_MAX_DRAFTS if rates is None else len(rates)
     else:
         num_drafts = 0
+    if num_drafts > most:
+        raise ConfigError("draft_tokens", num_drafts, f"there is room for {most}{_more_room(has_ring)}")
     if num_drafts > 0 and not spec.has_mtp:
         raise ConfigError("draft_tokens", num_drafts, f"{spec.name} has no MTP head; use 0 or auto")
     if rates is not None and len(rates) != num_drafts:
@@ -236,13 +249,15 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     return num_drafts
 
 
-def _max_copies(config: EngineConfig, spec: ModelSpec, max_draft_tokens: int) -> int:
-    has_ring = config.state_form == "ring"
+def _max_copies(config: EngineConfig, spec: ModelSpec, max_draft_tokens: int, *, has_ring: bool) -> int:
     room = most_drafts(spec.block_tokens, has_ring=has_ring) - max_draft_tokens
     if config.copy_drafts == "auto":
-        return min(MAX_COPIES, room) if has_ring else 0
+        return min(MAX_COPIES, room) if config.state_form == "ring" else 0
     if config.copy_drafts > room:
-        reason = f"with {max_draft_tokens} MTP drafts there is room for {room}"
-        hint = "" if has_ring else "; slots with rings have more (state_form)"
-        raise ConfigError("copy_drafts", config.copy_drafts, reason + hint)
+        reason = f"with {max_draft_tokens} MTP drafts there is room for {room}{_more_room(has_ring)}"
+        raise ConfigError("copy_drafts", config.copy_drafts, reason)
     return config.copy_drafts
+
+
+def _more_room(has_ring: bool) -> str:
+    return "" if has_ring else "; slots with rings have more (state_form)"
