@@ -49,7 +49,7 @@ FLAGS = {
         "--config",
     },
     "import": {"format", "input", "output", "--link"},
-    "quantize": {"source", "destination"},
+    "quantize": {"--to", "source", "destination"},
     "keys": {"action", "name"},
 }  # fmt: skip
 """Flags are a stable interface: this list changes with every flag."""

@@ -447,7 +447,7 @@ def test_a_full_disk_is_reported_for_a_quantised_checkpoint(
     def full(*_: object, **__: object) -> None:
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("agentspec.commands.quantize.save_file", full)
+    monkeypatch.setattr("agentspec.models.shard_files.save_file", full)
     with pytest.raises(CheckpointError, match=r"out: can't be written: .*No space left"):
         quantize(sound, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentspec.commands import cli
-from agentspec.commands import quantize as quantize_command
 from agentspec.engine import bundled
 from agentspec.kernels import Weight, quantize_blocks
+from agentspec.models import shard_files
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import is_convertible
 from agentspec.models.weights import Checkpoint
@@ -144,7 +144,7 @@ def test_shards_are_below_the_size_limit(tmp_path: Path, monkeypatch: pytest.Mon
     source = write_checkpoint(tmp_path / "full", "moe", num_hidden_layers=4)
     whole = load(quantized(source))
     (tmp_path / "full-fp8").rename(tmp_path / "whole")
-    monkeypatch.setattr(quantize_command, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(shard_files, "SHARD_BYTES", 100_000)
     destination = quantized(source)
     files = sorted(destination.glob("model-*-of-*.safetensors"))
     assert len(files) > 3

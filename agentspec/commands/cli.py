@@ -35,6 +35,9 @@ USER_ERROR = 2
 ENGINE_ENDED = 70
 """The engine of `serve` ended by itself: a supervisor may restart the server."""
 
+QUANTIZE_TARGETS = ("fp8", "int4", "mixed4")
+"""Keys of models/quantised/recipes.py, which imports torch."""
+
 MAX_ERROR_LENGTH = 4000
 """Maximum number of characters of an error on stderr."""
 
@@ -82,9 +85,18 @@ def build_parser() -> argparse.ArgumentParser:
             help="TOML file of flags, such as max-running = 8; the command line takes precedence",
         )
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
-    quantize = commands.add_parser("quantize", help="quantize a checkpoint's linear layers and experts to FP8")
-    quantize.add_argument("source", metavar="SRC", help="checkpoint directory or hub id, in full precision")
+    quantize = commands.add_parser("quantize", help="quantize a checkpoint's linear layers and experts to 8 or 4 bits")
+    quantize.add_argument(
+        "source", metavar="SRC", help="checkpoint directory or hub id, in full precision (int4, mixed4: or in FP8)"
+    )
     quantize.add_argument("destination", metavar="DST", help="directory to make; it must not exist")
+    quantize.add_argument(
+        "--to",
+        choices=QUANTIZE_TARGETS,
+        default=QUANTIZE_TARGETS[0],
+        help="fp8: the official format; int4: all in 4 bits; mixed4: FFNs and experts in 4 bits, mixers and head in 8 "
+        "(default: %(default)s)",
+    )
     keys = commands.add_parser("keys", help="make an API key and its entry for the file of `serve --keys`")
     keys.add_argument("action", choices=("new",))
     keys.add_argument("name", metavar="NAME", help="whose key it is: letters, digits, - and _")
@@ -141,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "import":
         return int(importers.main(args))
     if args.command == "quantize":
-        return int(_load("agentspec.commands.quantize").run(args.source, args.destination))
+        return int(_load("agentspec.commands.quantize").run(args.source, args.destination, args.to))
     if args.command == "keys":
         print(_load("agentspec.server.keys").new_key(args.name))
         return 0

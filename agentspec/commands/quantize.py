@@ -1,57 +1,119 @@
-"""`agentspec quantize SRC DST`: convert a checkpoint in full precision to the official FP8 format.
+"""`agentspec quantize SRC DST`: write a checkpoint in 8 bits (the official FP8 format), in 4 bits, or in a mixture.
 
-Owns the layout of the files. `models/quantization.py` decides which parameters are converted,
-`kernels.quantize_blocks` how they are rounded.
+Owns the walk over the source's tensors, and what is printed. `models/quantised/recipes.py` decides what is stored how,
+`models/shard_files.py` writes the files, the kernels round.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from agentspec import kernels
 from agentspec.engine import bundled
 from agentspec.errors import CheckpointError
 from agentspec.files import read_object
-from agentspec.models.hf_config import load_text_config
-from agentspec.models.quantization import QUANTIZATION_FIELDS, SCALE_SUFFIX, canonical_name, is_convertible
-from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, Checkpoint, resolve_checkpoint
+from agentspec.models.hf_config import TextConfig, load_text_config
+from agentspec.models.quantised.recipes import (
+    INT4_GROUPS,
+    RECIPES,
+    Form,
+    Recipe,
+    alike,
+    compressed_config,
+    official_config,
+)
+from agentspec.models.quantization import canonical_name
+from agentspec.models.shard_files import ShardFiles, write_json
+from agentspec.models.stored import PARTS, part_of
+from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, Checkpoint, resolve_checkpoint
 
 CONFIG_FILE = "config.json"
-SHARD_BYTES = 2**32
-"""Maximum size of a file. Its tensors stay in memory until it is written."""
 
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections of each expert in a stack, by the stack's last name."""
+_MTP = r"re:mtp\..*"
 _PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
+_PIECE = 2**22
+"""Values that are rounded at once, so that what that takes beside its result doesn't grow with the matrix."""
 
 
-def run(source: str, destination: str) -> int:
-    """Quantise the checkpoint that `source` names and print the sizes. Raises CheckpointError and then leaves nothing
-    at `destination`."""
-    before, after = quantize(resolve_checkpoint(bundled.checkpoint_of(source)), Path(destination))
+def run(source: str, destination: str, target: str) -> int:
+    """Quantise the checkpoint that `source` names; print what each part is stored as, and the sizes. Raises
+    CheckpointError and then leaves nothing at `destination`."""
+    summary = quantize(resolve_checkpoint(bundled.checkpoint_of(source)), Path(destination), target)
+    print("\n".join(summary.lines()))
+    before, after = summary.bytes_before, summary.bytes_after
     print(f"{destination}: {after / 1e6:,.1f} MB of weights, {before / 1e6:,.1f} MB before ({after / before:.0%})")
     return 0
 
 
-def quantize(source: Path, destination: Path) -> tuple[int, int]:
-    """Write the checkpoint `source` in 8 bits to the new directory `destination`; return the weights' bytes before and
-    after.
+@dataclass(slots=True)
+class _Row:
+    """The tensors of one part that are stored in one form."""
 
-    Experts are written one by one, as in published 8-bit checkpoints. Other tensors, such as vision, keep name and
-    dtype. Files beside the weights are copied. `destination` appears only when it is complete."""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    squares: float = 0.0
+    """Sum of the squared values, where they were rounded."""
+    squared_error: float = 0.0
+
+
+@dataclass(slots=True)
+class Summary:
+    """What was written."""
+
+    rows: defaultdict[tuple[str, str], _Row] = field(default_factory=lambda: defaultdict(_Row))
+    """By part (`stored.PARTS`) and form, in words."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.rows.values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.rows.values())
+
+    def lines(self) -> Iterator[str]:
+        """A table for people: bytes before and after, and the root of the squared error relative to the squared
+        values."""
+        order = [part for part, _ in PARTS]
+        cells = [("part", "stored as", "MB before", "MB after", "error")]
+        for (part, form), row in sorted(self.rows.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])):
+            error = f"{math.sqrt(row.squared_error / row.squares):.2%}" if row.squares else "-"
+            cells.append((part, form, f"{row.bytes_before / 1e6:,.1f}", f"{row.bytes_after / 1e6:,.1f}", error))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row_cells in cells:
+            yield "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row_cells, widths, strict=True))
+            )
+        yield from (f"note: {note}" for note in self.notes)
+
+
+def quantize(source: Path, destination: Path, target: str = "fp8") -> Summary:
+    """Write the checkpoint `source` to the new directory `destination` as `target`, one of RECIPES, says.
+
+    Experts are written one by one where they are quantised, as in published quantised checkpoints. Other tensors, such
+    as vision, keep name and dtype; 8-bit tensors of the source that the recipe leaves in full precision become
+    bfloat16. Files beside the weights are copied. `destination` appears only when it is complete."""
+    recipe = RECIPES[target]
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists already; name a directory that doesn't")
     if not destination.parent.is_dir():
         raise CheckpointError(f"{destination.parent}: no such directory")
     config = load_text_config(source)
-    if config.quantization is not None:
+    if config.quantization is not None and not (config.quantization.is_official and target != "fp8"):
         form = "in 8 bits" if config.quantization.is_official else "quantised"
         raise CheckpointError(f"{source}: is {form} already (quantization_config)")
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
@@ -60,11 +122,9 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
         with Checkpoint(source) as checkpoint:
             if config.num_mtp_layers is None:
                 config = config.with_mtp_layers(int(checkpoint.has_mtp))
-            checkpoint.layout(config)
-            shards = _Shards(partial)
-            before = sum(shards.add_all(name, tensor) for name, tensor in checkpoint.stored_tensors())
-            after = shards.finish()
-        _write_config(source, partial, shards.kept)
+            conversion = _Conversion(checkpoint, config, recipe, ShardFiles(partial))
+            quantization = conversion.run()
+        write_json(partial / CONFIG_FILE, _with_quantization(read_object(source / CONFIG_FILE), quantization))
         _copy_other_files(source, partial)
         for path in partial.glob("*.safetensors"):  # safetensors writes them readable for their owner only
             shutil.copymode(partial / CONFIG_FILE, path)
@@ -74,92 +134,147 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
         if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(f"{destination}: can't be written: {error}") from error
         raise
-    return before, after
+    return conversion.summary
 
 
-class _Shards:
-    """The safetensors files of the new checkpoint, written one after another."""
+class _Conversion:
+    """One walk over the source's tensors, in the order of its files. One tensor is in memory at a time, and of a stack
+    of experts that is split one matrix, beside what waits to be written."""
 
-    def __init__(self, directory: Path) -> None:
-        self.kept: set[str] = set()
-        """Names of tensors that weren't converted."""
-        self._directory = directory
-        self._waiting: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
-        self._names: list[list[str]] = []
-        """Tensor names of each file written so far."""
-        self._total_bytes = 0
+    def __init__(self, checkpoint: Checkpoint, config: TextConfig, recipe: Recipe, files: ShardFiles) -> None:
+        self.summary = Summary(notes=[] if recipe.warning is None else [recipe.warning])
+        self._checkpoint = checkpoint
+        self._recipe = recipe
+        self._files = files
+        self._sources = checkpoint.layout(config).sources
+        self._forms: dict[str, Form] = {}
+        """Of the quantised modules, by canonical name."""
+        self._kept: set[str] = set()
+        """Modules in full precision, by their names in the files."""
+        self._kept_linears: set[str] = set()
+        """Those of them that may be linear layers; or expressions for several."""
 
-    def add_all(self, name: str, tensor: Tensor) -> int:
-        """Convert a stored tensor if needed and add the result; return the stored tensor's bytes."""
-        if not is_convertible(canonical_name(name)):
-            self.kept.add(name)
-            self._add(name, tensor)
+    def run(self) -> dict[str, object]:
+        """Write all tensors; return the quantization_config. Raises CheckpointError if nothing can be quantised, or
+        naming a tensor with values that can't."""
+        multipliers = {tensor for name, source in self._sources.items() for tensor in source.tensors(name)}
+        multipliers -= self._sources.keys()
+        for name in self._checkpoint.stored_names:
+            if canonical_name(name) not in multipliers:
+                self._convert(name)
+        self._files.finish()
+        if self._recipe.is_official:
+            return official_config(self._kept)
+        if not self._forms:
+            raise CheckpointError(
+                f"nothing can be quantised: no matrix has columns in whole groups of {INT4_GROUPS[-1]}"
+            )
+        return compressed_config(self._forms, self._kept_linears)
+
+    def _convert(self, name: str) -> None:
+        """Write what becomes of a stored tensor, and count what is read."""
+        canonical = canonical_name(name)
+        for part_name, part in self._parts(name):
+            row = self._write(part_name, part)
+            row.bytes_before += part.values.nbytes
+        if canonical in self._sources:
+            tensors = self._sources[canonical].tensors(canonical).keys() - {canonical}
+            row.bytes_before += sum(self._checkpoint.tensor(tensor).nbytes for tensor in tensors)
+
+    def _parts(self, name: str) -> Iterator[tuple[str, kernels.Weight]]:
+        """A stored tensor, or each expert's projections of a stack that is quantised, with the names that they get."""
+        prefix, _, kind = name.rpartition(".")
+        if not self._recipe.covers(canonical_name(f"{prefix}.0.{_EXPERT_PARTS.get(kind, (kind,))[0]}.weight")):
+            yield name, self._read(name)
+            return
+        num_experts, num_rows, _ = self._sources[canonical_name(name)].shape
+        parts = _EXPERT_PARTS[kind]
+        width = num_rows // len(parts)
+        for expert in range(num_experts):
+            for index, part in enumerate(parts):
+                region = slice(expert, expert + 1), slice(index * width, (index + 1) * width)
+                yield f"{prefix}.{expert}.{part}.weight", self._read(name, region).matrix(0)
+
+    def _read(self, name: str, region: kernels.Region = ()) -> kernels.Weight:
+        source = self._sources.get(canonical_name(name))
+        if source is None or source.scheme is None:
+            return kernels.Plain(self._checkpoint.stored_tensor(name, region))
+        return source.scheme.read(canonical_name(name), self._checkpoint.tensor, region)
+
+    def _write(self, name: str, weight: kernels.Weight) -> _Row:
+        """Write a weight in the recipe's form; return the row of the summary that it belongs to, without what was
+        read."""
+        canonical = canonical_name(name)
+        form = self._recipe.form(canonical, weight.shape[-1]) if weight.shape else None
+        if form is None:
+            self._keep(name, weight)
         else:
-            for part_name, part in _experts(name, tensor):
-                quantized = kernels.quantize_blocks(part)
-                if not quantized.scales.isfinite().all():
-                    raise CheckpointError(
-                        f"{part_name}: holds values that aren't finite, or too large for a multiplier in bfloat16"
-                    )
-                self._add(part_name, quantized.values)
-                self._add(part_name + SCALE_SUFFIX, quantized.scales.bfloat16())
-        return tensor.nbytes
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        if self._waiting and self._waiting_bytes + tensor.nbytes > SHARD_BYTES:
-            self._write()
-        self._waiting[name] = tensor.contiguous()
-        self._waiting_bytes += tensor.nbytes
-
-    def _write(self) -> None:
-        save_file(self._waiting, self._shard(len(self._names)), metadata={"format": "pt"})
-        self._names.append(list(self._waiting))
-        self._total_bytes += self._waiting_bytes
-        self._waiting, self._waiting_bytes = {}, 0
-
-    def _shard(self, index: int) -> Path:
-        return self._directory / f"{index}.safetensors"
-
-    def finish(self) -> int:
-        """Write the last file, rename the files as in published checkpoints, and return the bytes of all tensors."""
-        self._write()
-        if len(self._names) == 1:
-            self._shard(0).rename(self._directory / SINGLE_FILE)
-            return self._total_bytes
-        weight_map = {}
-        for index, names in enumerate(self._names):
-            file_name = f"model-{index + 1:05}-of-{len(self._names):05}.safetensors"
-            self._shard(index).rename(self._directory / file_name)
-            weight_map.update(dict.fromkeys(names, file_name))
-        _write_json(
-            self._directory / INDEX_FILE,
-            {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))},
-        )
-        return self._total_bytes
-
-
-def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Split a convertible tensor into matrices with their new names: a stack of experts into each expert's
-    projections."""
-    if tensor.dim() == 2:
-        yield name, tensor
-        return
-    prefix, _, kind = name.rpartition(".")
-    for expert, weight in enumerate(tensor):
-        if kind == "down_proj":
-            yield f"{prefix}.{expert}.down_proj.weight", weight
+            self._forms[canonical.removesuffix(".weight")] = form
+        label = form.label if form else "bfloat16" if weight.is_quantized else weight.form_name
+        row = self.summary.rows[part_of(canonical), label]
+        if form is None and not weight.is_quantized:
+            made = weight
+        elif form is not None and form.holds(weight):
+            made = weight
+            _refuse_not_finite(name, weight)
         else:
-            gate, up = weight.chunk(2)
-            yield f"{prefix}.{expert}.gate_proj.weight", gate
-            yield f"{prefix}.{expert}.up_proj.weight", up
+            made = _rounded(name, weight, form, row)
+        for tensor_name, tensor in ({name: made.tensor} if form is None else form.tensors(name, made)).items():
+            self._files.add(tensor_name, tensor)
+            row.bytes_after += tensor.nbytes
+        return row
+
+    def _keep(self, name: str, weight: kernels.Weight) -> None:
+        """Note a tensor in full precision."""
+        canonical, module = canonical_name(name), _PARAMETER_SUFFIX.sub("", name)
+        if module != name:
+            self._kept.add(module)
+        if self._recipe.covers(canonical):
+            expression = alike(canonical.removesuffix(".weight"))
+            if expression not in self._kept_linears:
+                self.summary.notes.append(
+                    f"{module} and its like stay in full precision: their {weight.shape[-1]} columns aren't whole "
+                    f"groups of {' or '.join(map(str, INT4_GROUPS))}"
+                )
+            self._kept_linears.add(expression)
+        elif canonical.startswith("mtp."):
+            self._kept_linears.add(_MTP)
+        elif name.endswith(".weight") and len(weight.shape) == 2:
+            self._kept_linears.add(module)
 
 
-def _write_config(source: Path, destination: Path, kept: set[str]) -> None:
-    """Write the source's config, extended by the modules that weren't converted, by their names in the checkpoint."""
-    modules = {_PARAMETER_SUFFIX.sub("", name) for name in kept if _PARAMETER_SUFFIX.search(name)}
-    quantization = QUANTIZATION_FIELDS | {"modules_to_not_convert": sorted(modules)}
-    _write_json(destination / CONFIG_FILE, read_object(source / CONFIG_FILE) | {"quantization_config": quantization})
+def _rounded(name: str, weight: kernels.Weight, form: Form | None, row: _Row) -> kernels.Weight:
+    """A weight in a form (None: bfloat16), made in pieces; adds the error to the row."""
+    made = []
+    for piece in _pieces(weight):
+        values = piece.dequantize()
+        rounded = kernels.Plain(values.bfloat16()) if form is None else form.quantize(values)
+        _refuse_not_finite(name, kernels.Plain(values), rounded)
+        made.append(rounded)
+        row.squares += float(values.square().sum(dtype=torch.float64))
+        row.squared_error += float((rounded.dequantize() - values).square().sum(dtype=torch.float64))
+    return made[0].stack(made[1:])
+
+
+def _pieces(weight: kernels.Weight) -> Iterator[kernels.Weight]:
+    """The matrices of a stack; of one matrix, rows that are whole blocks."""
+    blocks = max(1, _PIECE // (weight.shape[-1] * kernels.SCALE_BLOCK))
+    step = blocks * kernels.SCALE_BLOCK if len(weight.shape) == 2 else 1
+    for first in range(0, weight.shape[0], step):
+        yield weight.cut((slice(first, min(first + step, weight.shape[0])),))
+
+
+def _refuse_not_finite(name: str, *weights: kernels.Weight) -> None:
+    if not all(weight.is_finite() for weight in weights):
+        raise CheckpointError(f"{name}: holds values that aren't finite, or too large for a multiplier in bfloat16")
+
+
+def _with_quantization(raw: dict[str, object], quantization: dict[str, object]) -> dict[str, object]:
+    """A config.json with another quantization_config, which may have been in two places."""
+    text = raw.get("text_config")
+    if isinstance(text, dict):
+        raw = raw | {"text_config": {name: text[name] for name in text if name != "quantization_config"}}
+    return raw | {"quantization_config": quantization}
 
 
 def _copy_other_files(source: Path, destination: Path) -> None:
@@ -167,7 +282,3 @@ def _copy_other_files(source: Path, destination: Path) -> None:
         is_weights = path.suffix in (".safetensors", *PICKLE_SUFFIXES) or path.name == INDEX_FILE
         if path.is_file() and not is_weights and path.name != CONFIG_FILE:
             shutil.copyfile(path, destination / path.name)
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ from agentspec.kernels.backend import (
     Norm,
     RopeTable,
 )
-from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, unpack
+from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, quantize_int4, unpack
 from agentspec.kernels.group import GatheredGroup, Group, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
@@ -48,6 +48,7 @@ from agentspec.kernels.weights import (
     Region,
     Weight,
     quantize_blocks,
+    quantize_rows,
     scales_shape,
 )
 
@@ -82,6 +83,8 @@ __all__ = [
     "mix_experts",
     "pack",
     "quantize_blocks",
+    "quantize_int4",
+    "quantize_rows",
     "read_hidden",
     "rope_cos_sin",
     "route_top_k",

@@ -258,10 +258,24 @@ def quantize_blocks(weight: Tensor) -> BlockScaled:
     padded = weight.new_zeros(*stack, row_blocks * SCALE_BLOCK, column_blocks * SCALE_BLOCK, dtype=torch.float32)
     padded[..., :num_rows, :depth] = weight
     blocks = padded.view(*stack, row_blocks, SCALE_BLOCK, column_blocks, SCALE_BLOCK)
-    scales = blocks.abs().amax((-3, -1)) / FP8_MAX
+    scales = _fp8_scales(blocks.abs().amax((-3, -1)))
+    values = (blocks / scales[..., :, None, :, None]).view(padded.shape)[..., :num_rows, :depth]
+    return BlockScaled(values=values.to(FP8).contiguous(), scales=scales)
+
+
+def quantize_rows(weight: Tensor) -> BlockScaled:
+    """Round [O, K] to the nearest 8-bit floats. The scale of each row is chosen as `quantize_blocks` chooses that of a
+    block."""
+    values = weight.float()
+    scales = _fp8_scales(values.abs().amax(-1, keepdim=True))
+    repeated = scales.expand(scales_shape(weight.shape, block_rows=1)).contiguous()
+    return BlockScaled(values=(values / scales).to(FP8), scales=repeated, block_rows=1)
+
+
+def _fp8_scales(largest: Tensor) -> Tensor:
+    """Scales, in float32, for largest magnitudes."""
+    scales = largest / FP8_MAX
     nearest = scales.bfloat16()
     above = (nearest.view(torch.int16) + 1).view(torch.bfloat16)
     scales = torch.where(nearest.float() < scales, above, nearest).float()
-    scales = torch.where(scales == 0, 1.0, scales)
-    values = (blocks / scales[..., :, None, :, None]).view(padded.shape)[..., :num_rows, :depth]
-    return BlockScaled(values=values.to(FP8).contiguous(), scales=scales)
+    return torch.where(scales == 0, 1.0, scales)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
 
-_PARTS = (
+PARTS = (
+    ("vision", re.compile(r"(model\.)?visual\..*")),
     ("MTP head", re.compile(r"mtp\..*")),
     ("embedding", re.compile(r"model\.embed_tokens\..*")),
     ("head", re.compile(r"lm_head\..*")),
@@ -22,6 +23,7 @@ _PARTS = (
     ("recurrence", re.compile(r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\..*")),
     ("the rest", re.compile(r".*")),
 )
+"""Parts of a model and the canonical names of their tensors; the first that matches."""
 
 
 def describe(config: TextConfig, parameters: Mapping[str, kernels.Weight], notes: Sequence[str] = ()) -> str:
@@ -29,7 +31,7 @@ def describe(config: TextConfig, parameters: Mapping[str, kernels.Weight], notes
     sizes: dict[str, dict[str, int]] = {}
     read = 0
     for name, weight in parameters.items():
-        part = _part(name)
+        part = part_of(name)
         of_form = sizes.setdefault(weight.form_name, {})
         of_form[part] = of_form.get(part, 0) + weight.nbytes
         read += _read_bytes(config, part, weight.nbytes)
@@ -39,8 +41,9 @@ def describe(config: TextConfig, parameters: Mapping[str, kernels.Weight], notes
     return "; ".join([*forms, f"a token reads {_size(read)}", *notes])
 
 
-def _part(name: str) -> str:
-    return next(part for part, pattern in _PARTS if pattern.fullmatch(name))
+def part_of(name: str) -> str:
+    """One of PARTS, for a tensor's canonical name."""
+    return next(part for part, pattern in PARTS if pattern.fullmatch(name))
 
 
 def _read_bytes(config: TextConfig, part: str, num_bytes: int) -> int:

@@ -80,8 +80,8 @@ class Checkpoint:
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
         """Canonical name -> (open file, name in the file)."""
-        self._contents: list[tuple[Any, list[str]]] = []
-        """(open file, its names) in order."""
+        self._stored: dict[str, Any] = {}
+        """Name in a file -> that file, open; file by file, vision included."""
         self.bytes_read = 0
         """Of tensors and their parts, as they are stored."""
         try:
@@ -110,7 +110,7 @@ class Checkpoint:
                 f"{path}: does not hold what the index says"
                 f"{_names('; missing', listed - names)}{_names('; unlisted', names - listed)}"
             )
-        self._contents.append((file, sorted(names)))
+        self._stored |= dict.fromkeys(sorted(names), file)
         for name in names:
             if name.startswith(_VISION_PREFIXES):
                 continue
@@ -144,11 +144,16 @@ class Checkpoint:
         self.bytes_read += tensor.nbytes
         return tensor
 
-    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, vision included, by its name in the file: one in memory at a time, file by file."""
-        for file, names in self._contents:
-            for name in names:
-                yield name, file.get_tensor(name)
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """The names of all tensors in the files, vision included, file by file."""
+        return tuple(self._stored)
+
+    def stored_tensor(self, name: str, region: kernels.Region = ()) -> Tensor:
+        """A region of a tensor by its name in the file."""
+        file = self._stored[name]
+        tensor: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
+        return tensor
 
     def layout(self, config: TextConfig, num_ranks: int = 1) -> Layout:
         """How the checkpoint stores the parameters, as so many ranks share them. Raises CheckpointError like `load`;

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels import FP8, GROUPS, FourBit, FourBitForm, Plain, pack, reference, unpack
+from agentspec.kernels import FP8, GROUPS, FourBit, FourBitForm, Plain, four_bit, pack, quantize_int4, reference, unpack
 from agentspec.kernels.reference import fused
 
 FORMS = {
@@ -141,3 +141,52 @@ def test_dequantize_works_in_pieces(form: FourBitForm, monkeypatch: pytest.Monke
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *given, **options: empty(*given, **options).fill_(torch.nan))
     assert torch.equal(weight.dequantize(), whole)
+
+
+def squared_error(rounded: Tensor, group: Tensor) -> float:
+    return float((rounded.double() - group.double()).square().sum())
+
+
+def searched(group: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale) of one group, by the definition: the first clipping ratio with the least squared error."""
+    found: list[tuple[float, Tensor, Tensor]] = []
+    for step in range(16):
+        scale = (group.abs().max() * ((1 - step / 40) / 7)).bfloat16().float()
+        if scale == 0:
+            scale = torch.tensor(1.0)
+        codes = (group / scale).round().clamp(-8, 7)
+        found.append((squared_error(codes * scale, group), codes + 8, scale))
+    return min(found, key=lambda one: one[0])[1:]
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_takes_the_scale_of_least_squared_error(group: int) -> None:
+    print(f"seed {group}")
+    generator = torch.Generator().manual_seed(group)
+    values = torch.randn(40, 256, generator=generator) ** 3 / 100
+    values[3], values[5, :group], values[7] = 0, 1e-42, values[7] * 1e30
+    weight = quantize_int4(values, group)
+    assert weight.form == FourBitForm(kind="int4", group=group)
+    codes = unpack(weight.values).view(40, -1, group)
+    for row in range(40):
+        for index, of_group in enumerate(values[row].view(-1, group)):
+            want_codes, want_scale = searched(of_group)
+            got = (codes[row, index].float() - 8) * weight.scales[row, index].float()
+            want_error = squared_error((want_codes - 8) * want_scale, of_group)
+            # The sums may be added in another order: of nearly equal errors either may win.
+            assert squared_error(got, of_group) == pytest.approx(want_error, rel=1e-5, abs=0), (row, index)
+    assert not weight.dequantize()[3].any()
+    nearest = weight.form.quantize(values)
+    for rows in (slice(0, 3), slice(7, 8), slice(8, 40)):
+        error, plain_error = (squared_error(w.dequantize()[rows], values[rows]) for w in (weight, nearest))
+        assert error < 0.95 * plain_error, "the search must be worth it"
+
+
+def test_int4_is_rounded_the_same_however_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(96, 256, generator=torch.Generator().manual_seed(3))
+    whole = quantize_int4(values, 128)
+    parts = [quantize_int4(rows, 128) for rows in values.split(32)]
+    monkeypatch.setattr(four_bit, "_SEARCH_PIECE", 3 * 128)
+    for other in (parts[0].stack(parts[1:]), quantize_int4(values, 128)):
+        assert torch.equal(other.values, whole.values)
+        assert torch.equal(other.scales, whole.scales)

@@ -12,6 +12,7 @@ from agentspec.kernels.weights import (
     BlockScaled,
     Plain,
     quantize_blocks,
+    quantize_rows,
 )
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 260), (96, 640), (3, 130, 257)]
@@ -116,3 +117,20 @@ def test_smaller_blocks_keep_values() -> None:
 
 def test_nbytes_counts_values_and_scales() -> None:
     assert random_blocks(256, 300).nbytes == 256 * 300 + 2 * 3 * 4
+
+
+def test_rows_have_scales_of_their_own() -> None:
+    """Each as a block of one row would: its largest magnitude / 448, in bfloat16, rounded up."""
+    values = randn(30, 300) * torch.logspace(-20, 10, 30)[:, None]
+    values[4] = 0
+    weight = quantize_rows(values)
+    assert weight.block_rows == 1
+    assert torch.equal(weight.scales, weight.scales[:, :1].expand(-1, 3)), "one scale for all columns"
+    assert torch.equal(weight.scales, weight.scales.bfloat16().float())
+    for row in range(30):
+        scale, largest = float(weight.scales[row, 0]), float(values[row].abs().max())
+        if row == 4:
+            assert scale == 1
+        else:
+            assert 1 <= scale * FP8_MAX / largest <= 1 + 2**-7, row
+        assert torch.equal(weight.values[row].float(), (values[row] / scale).to(FP8).float()), row

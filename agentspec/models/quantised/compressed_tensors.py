@@ -47,7 +47,7 @@ from agentspec.models.quantised.schemes import (
 from agentspec.models.quantization import ReadTensor, Scheme, StoredTensor
 
 METHOD = "compressed-tensors"
-_INT4, _NVFP4, _FP8, _MIXED = "pack-quantized", "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
+INT4, NVFP4, FP8, MIXED = "pack-quantized", "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 _CLASS = "Linear"
 _EXPRESSION = "re:"
 _KNOWN = (
@@ -198,7 +198,7 @@ def parse(quantization: Mapping[str, Any], where: str) -> CompressedTensors:
         if not isinstance(raw, Mapping):
             raise CheckpointError(f"{here} must be an object")
         refuse_unknown(raw, here, _KNOWN_OF_GROUP)
-        scheme, note = _scheme(raw, here, raw.get("format") or (None if top == _MIXED else top))
+        scheme, note = _scheme(raw, here, raw.get("format") or (None if top == MIXED else top))
         groups.append(_group(name_list(raw, here, "targets"), scheme, here))
         notes += [note] if note else []
     if not groups:
@@ -249,7 +249,7 @@ def _scheme(raw: Mapping[str, Any], where: str, form: object) -> tuple[Scheme, s
     bits = require(weights, here, "num_bits", (4,) if kind == "int" else (4, 8))
     require({"actorder": weights.get("actorder") or "static"}, here, "actorder", ("static", "weight"))
     is_symmetric = require(weights, here, "symmetric", (True, False) if kind == "int" else (True,), True)
-    expected = _INT4 if kind == "int" else _NVFP4 if bits == 4 else _FP8
+    expected = INT4 if kind == "int" else NVFP4 if bits == 4 else FP8
     if form not in (None, expected):
         raise refuse(where, "format", form, (expected,))
     of_inputs = (inputs.get("num_bits"), inputs.get("type"))
