@@ -34,8 +34,8 @@ from torch import Tensor
 from agentspec import types
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.traffic import touches_pools
-from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
-from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
 
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 
@@ -81,7 +81,7 @@ def attention_step(
     num_columns = projected_NP.shape[0] // num_slots
     shares = weights.num_heads // num_kv_heads
     block_rows = task_rows(num_columns * shares)
-    plan = attend_plan(block_rows, projected_NP.dtype)
+    plan = attend_plan(block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device))
     shapes = {
         "T": num_columns,
         "G": num_kv_heads,
@@ -129,7 +129,7 @@ def attention_step(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **shapes,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, num_programs, shapes)
 
@@ -163,7 +163,7 @@ def _combined(
         BLOCK_D=block_dims,
         num_warps=4,
         **shapes,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return out_NX
 
@@ -181,12 +181,26 @@ def block_slots(num_slots: int) -> int:
     return 1 if num_slots == 1 else max(32, block)
 
 
-def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
+def attend_plan(
+    block_rows: int, dtype: torch.dtype, head_dim: int, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> AttendPlan:
     """Choose the first launch's plan. At least 64 KB of loads must be in flight in every multiprocessor; the number of
     programs is what fits its registers and shared memory.
 
     The compiler pipelines the page ids and the tiles that depend on them as two levels, so (num_stages - 1) // 2 tiles
-    are loaded ahead."""
+    are loaded ahead. Where the shared memory of a program is less than Hopper's, fewer are, so that programs_per_sm
+    fit."""
+    plan = _attend_plan(block_rows, dtype)
+    if shared_bytes >= HOPPER_SHARED_BYTES or dtype == torch.float32:
+        return plan
+    tile_bytes = 2 * plan.block_keys * head_dim * dtype.itemsize
+    room = shared_bytes - 2 * block_rows * head_dim * dtype.itemsize
+    programs = min(plan.programs_per_sm, max(1, room // (2 * tile_bytes)))
+    ahead = min((plan.num_stages - 1) // 2, max(1, room // programs // tile_bytes))
+    return plan._replace(num_stages=2 * ahead + 1, programs_per_sm=programs)
+
+
+def _attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
     if dtype == torch.float32:
         return AttendPlan(block_keys=16, num_warps=8, num_stages=5, programs_per_sm=1)
     if block_rows == 16:

@@ -33,7 +33,8 @@ from agentspec.kernels.triton.chunked_delta_blocks import (
     dot,
     solve_blocks,
 )
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, shared_bytes
 from agentspec.kernels.triton.prefill_columns import (
     BLOCK_COUNT,
     FIRST_BLOCK,
@@ -60,6 +61,8 @@ _NARROW_PROGRAMS = 132
 """Most narrow programs of a span: up to one per multiprocessor they are faster than wide ones."""
 _FOLD_WARPS = 4
 _FOLD_STAGES = 3
+_FOLD_SHARED_BYTES = 120 * 1024
+"""Enough shared memory for that many stages; with less there is one stage fewer, which changes no bit."""
 _EXACT_FOLD_D, _EXACT_FOLD_STAGES = 32, 1
 """For float32: fits at any size."""
 _NORM_ROWS = 32
@@ -116,16 +119,16 @@ def gated_delta_prefill(
     padded = {"T": BLOCK_TOKENS, "PADDED_D": padded_d, "PADDED_K": padded_k}
     convolve_blocks[(2 * num_key_heads + num_heads, num_blocks)](
         *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
-        ROWS=_CONVOLVE_ROWS, num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **OVERLAPPED,
+        ROWS=_CONVOLVE_ROWS, num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **overlapped(),
     )  # fmt: skip
     solve_blocks[(num_heads, num_blocks)](
-        batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **OVERLAPPED
+        batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **overlapped()
     )
     _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
     _gated_norm[(triton.cdiv(num_tokens * num_heads, _NORM_ROWS),)](
         *x, weights.norm_D, weights.eps, out_NX, num_tokens * num_heads,
         V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS,
-        PADDED_D=padded_d, **OVERLAPPED,
+        PADDED_D=padded_d, **overlapped(),
     )  # fmt: skip
     return out_NX
 
@@ -144,7 +147,7 @@ def _fold(
     num_heads, value_dim, key_dim = ssm_RVDK.shape[1:]
     states = (*x, ssm_RVDK, ssm_RVDK.stride(0), *conv, batch.spans_UF, batch.blocks_MF)
     use_hopper = chunked_delta_hopper.is_supported(out_NX.dtype, value_dim, key_dim, out_NX.device)
-    fold_d, stages = fold_plan(out_NX.dtype, num_heads, dims["PADDED_D"])
+    fold_d, stages = fold_plan(out_NX.dtype, num_heads, dims["PADDED_D"], shared_bytes(out_NX.device))
     num_tiles = num_heads * (dims["PADDED_D"] // (chunked_delta_hopper.BLOCK_D if use_hopper else fold_d))
     block_c = triton.next_power_of_2(triton.cdiv(conv[0].shape[2], num_tiles))
     grid = (num_tiles, len(batch.spans_UF))
@@ -158,7 +161,7 @@ def _fold(
             BLOCK_C=block_c,
             num_warps=chunked_delta_hopper.NUM_WARPS,
             **heads,
-            **OVERLAPPED,
+            **overlapped(),
         )
     else:
         _fold_blocks[grid](
@@ -171,17 +174,21 @@ def _fold(
             num_warps=_FOLD_WARPS,
             **heads,
             **dims,
-            **OVERLAPPED,
+            **overlapped(),
         )
 
 
-def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, int]:
-    """Return (value dims per program, pipeline stages). They depend on the model's sizes only, so that equal blocks
-    give equal bits in any batch."""
+def fold_plan(
+    dtype: torch.dtype, num_heads: int, padded_d: int, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> tuple[int, int]:
+    """Return (value dims per program, pipeline stages). They depend on the model's sizes and the device only, so that
+    equal blocks give equal bits in any batch. shared_bytes: of a program, at most."""
     if dtype == torch.float32:
         return min(_EXACT_FOLD_D, padded_d), _EXACT_FOLD_STAGES
     is_narrow = num_heads * triton.cdiv(padded_d, _NARROW_FOLD_D) <= _NARROW_PROGRAMS
-    return min(_NARROW_FOLD_D if is_narrow else _WIDE_FOLD_D, padded_d), _FOLD_STAGES
+    return min(_NARROW_FOLD_D if is_narrow else _WIDE_FOLD_D, padded_d), _FOLD_STAGES - (
+        shared_bytes < _FOLD_SHARED_BYTES
+    )
 
 
 @triton.jit

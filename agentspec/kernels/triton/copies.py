@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.kernels import slots
 from agentspec.kernels.slots import OutcomeRows
-from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
+from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
 from agentspec.types import MAX_COPY_MATCH
 
 _MAX_TEXT = 2**25
@@ -51,7 +51,7 @@ def append_text(text_SL: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None
         T=num_columns,
         BLOCK_T=triton.next_power_of_2(num_columns),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 
@@ -88,7 +88,7 @@ def draft_copies(
         BLOCK_K=triton.next_power_of_2(max(num_drafts, 1)),
         BLOCK_C=triton.next_power_of_2(num_copies),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return copies_Bc, num_copies_B
 

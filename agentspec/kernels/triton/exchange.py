@@ -34,7 +34,8 @@ from torch import Tensor
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.peer_memory import FLAG_LINE, Channel, ExchangeLayout, PeerMemory, whole_share
-from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, LaunchOptions, await_previous, release_next
+from agentspec.kernels.triton import launch
+from agentspec.kernels.triton.launch import INTERPRETED, LaunchOptions, await_previous, release_next
 from agentspec.kernels.triton.ranking import LOWEST_RANK, order_key, token_of_rank
 
 POLLS_A_LOOK = 16 if INTERPRETED else 1024
@@ -60,7 +61,7 @@ class ExchangeGroup:
         self.rank = memory.rank
         self.memory = memory
         self.layout = layout
-        self._options: LaunchOptions = OVERLAPPED if overlapped else {"PDL": False}
+        self._options: LaunchOptions = launch.overlapped() if overlapped else launch.ONE_BY_ONE
 
     @property
     def aborted(self) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 
 EXPERT, FIRST, COUNT, NUM_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Columns of a table of tiles."""
@@ -79,7 +79,7 @@ def _group_few(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
         groups.block_m,
         BLOCK_P=block_p,
         num_warps=min(block_p // 128, 16),
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 
@@ -88,7 +88,9 @@ def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
     chunk = _SMALL_CHUNK if num_pairs <= _PAIRS_OF_SMALL_CHUNKS else _LARGE_CHUNK
     num_chunks = triton.cdiv(num_pairs, chunk)
     counts_CX = torch.empty(num_chunks, block_x, dtype=torch.int32, device=ids_NJ.device)
-    _count_kernel[(num_chunks,)](counts_CX, ids_NJ, num_pairs, CHUNK=chunk, BLOCK_X=block_x, num_warps=4, **OVERLAPPED)
+    _count_kernel[(num_chunks,)](
+        counts_CX, ids_NJ, num_pairs, CHUNK=chunk, BLOCK_X=block_x, num_warps=4, **overlapped()
+    )
     _many_kernel[(num_chunks,)](
         groups.pairs_P,
         groups.tiles_T4,
@@ -102,7 +104,7 @@ def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
         BLOCK_X=block_x,
         BLOCK_C=max(_COUNTS_OF_A_THREAD * chunk // block_x, 1),
         num_warps=chunk // 32,  # a thread for each pair
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 

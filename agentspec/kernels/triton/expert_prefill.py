@@ -22,8 +22,9 @@ from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, takes_fp8
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.linear_layers import library_product, swiglu
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, fitting_stages, has_fp8_units, shared_bytes
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain
 
 _SUM_BLOCK = 1024
@@ -66,7 +67,9 @@ def takes_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
 
 def _routed_is_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
     """Whether the routed experts' products are W8A8."""
-    return dtype.itemsize == 2 and all(
+    if dtype.itemsize != 2 or not (INTERPRETED or has_fp8_units(weights.gate_up_X2IH.device)):
+        return False
+    return all(
         isinstance(weight, BlockScaled) and weight.block_rows == SCALE_BLOCK and weight.shape[-1] % SCALE_BLOCK == 0
         for weight in (weights.gate_up_X2IH, weights.down_XHI)
     )
@@ -101,8 +104,9 @@ def _routed_parts(
         gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_held, block_m, all_held=all_held)
-    h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype), x, gate_up, groups, top_k)
-    return grouped_gemm.down(down_plan(block_m, is_scaled, dtype), h, down, groups, weights_NJ, dtype)
+    most = shared_bytes(weights_NJ.device)
+    h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype, most), x, gate_up, groups, top_k)
+    return grouped_gemm.down(down_plan(block_m, is_scaled, dtype, most), h, down, groups, weights_NJ, dtype)
 
 
 def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.dtype) -> int:
@@ -116,7 +120,25 @@ def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.
     return 64 if usual <= 32 else 128
 
 
-def down_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
+def down_plan(
+    block_m: int, is_scaled: bool, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> GroupedPlan:
+    """shared_bytes: of a program, at most."""
+    plan = _down_plan(block_m, is_scaled, dtype)
+    return _fitting(plan, plan.block_o + block_m // plan.programs_per_tile, is_scaled, dtype, shared_bytes)
+
+
+def gate_up_plan(
+    block_m: int, is_scaled: bool, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> GroupedPlan:
+    """As `down_plan`."""
+    plan = _down_plan(block_m, is_scaled, dtype)
+    if block_m == 128:
+        plan = replace(plan, warps=16, programs_per_tile=1) if is_scaled else replace(plan, stages=4)
+    return _fitting(plan, 2 * plan.block_o + block_m, is_scaled, dtype, shared_bytes)
+
+
+def _down_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     if dtype == torch.float32 and not is_scaled:
         return GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
     plan = GroupedPlan(block_o=128, block_k=128 if is_scaled else 64, warps=4 if block_m == 16 else 8, stages=3)
@@ -124,11 +146,10 @@ def down_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     return replace(plan, programs_per_tile=2) if is_scaled and block_m == 128 else plan
 
 
-def gate_up_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
-    plan = down_plan(block_m, is_scaled, dtype)
-    if block_m < 128:
-        return plan
-    return replace(plan, warps=16, programs_per_tile=1) if is_scaled else replace(plan, stages=4)
+def _fitting(plan: GroupedPlan, rows: int, is_scaled: bool, dtype: torch.dtype, shared_bytes: int) -> GroupedPlan:
+    """The plan with the stages that fit. rows: of weights and tokens together."""
+    stage_bytes = rows * plan.block_k * (1 if is_scaled else dtype.itemsize)
+    return replace(plan, stages=fitting_stages(plan.stages, stage_bytes, shared_bytes))
 
 
 def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, shared_NH: Tensor) -> Tensor:
@@ -148,7 +169,7 @@ def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, sha
         TOP_K=top_k,
         BLOCK_H=_SUM_BLOCK,
         num_warps=4,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return residual_NH
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.linear_tiles import SCALE_COLUMNS, prefetch_first_steps, walk_either, weight_rows_at
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
@@ -129,7 +129,7 @@ def add_visits(
     out_NH = torch.empty_like(residual_NH)
     grid = (triton.cdiv(width, _SUM_BLOCK), num_tokens)
     operands = (out_NH, residual_NH, parts_PH, gate_N, shared_NH)
-    _add_visits_kernel[grid](*operands, width, C=num_visits, BLOCK_O=_SUM_BLOCK, num_warps=4, **OVERLAPPED)
+    _add_visits_kernel[grid](*operands, width, C=num_visits, BLOCK_O=_SUM_BLOCK, num_warps=4, **overlapped())
     return out_NH
 
 
@@ -163,7 +163,7 @@ def _blocks(tiles: Tiles, visits: Visits, weight: Weight, depth: int) -> dict[st
         "EVEN": depth % tiles.block_k == 0,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        **OVERLAPPED,
+        **overlapped(),
     }
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.weights import FP8, FP8_MAX, SCALE_BLOCK
 
 GROUP: tl.constexpr = tl.constexpr(SCALE_BLOCK)
@@ -49,7 +49,7 @@ def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
     if num_tokens:
         grid = (depth // SCALE_BLOCK, triton.cdiv(num_rows, _BLOCK_ROWS))
         arguments = scaled.values_RK, scaled.scales_GR, x_NK, x_NK.stride(0), num_tokens, num_rows, depth
-        _quantize_kernel[grid](*arguments, BLOCK_R=_BLOCK_ROWS, num_warps=4, **OVERLAPPED)
+        _quantize_kernel[grid](*arguments, BLOCK_R=_BLOCK_ROWS, num_warps=4, **overlapped())
     return scaled
 
 

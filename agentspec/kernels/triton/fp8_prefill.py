@@ -2,8 +2,8 @@
 
 Hopper's matrix units sum the 128 products of one block of K with about 14 bits of precision (the loss is within 2^-10
 of the largest result); each sum times its two scales is added in float32. Where W8A8 does not apply (float32
-activations, shapes that the library does not support) the weights are dequantised and multiplied with unrounded
-activations.
+activations, shapes or devices that the library does not support) the weights are dequantised and multiplied with
+unrounded activations.
 
 Shape letters: N tokens, R rows (the tokens and the padding after them), K features, O outputs, G groups of 128
 features.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.triton.machine import multiplies_scaled_blocks
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled
 
 _DEPTH_MULTIPLE = 4 * SCALE_BLOCK
@@ -37,8 +38,9 @@ def prefill_linear(x_NK: Tensor, weight_OK: BlockScaled, out_NO: Tensor) -> None
 def takes_fp8(dtype: torch.dtype, weight_OK: BlockScaled) -> bool:
     """Whether products of this activation dtype with this weight are W8A8."""
     num_outputs, depth = weight_OK.shape
+    has_product = INTERPRETED or multiplies_scaled_blocks(weight_OK.values.device)
     is_whole = num_outputs % SCALE_BLOCK == 0 and depth % _DEPTH_MULTIPLE == 0
-    return dtype.itemsize == 2 and weight_OK.block_rows == SCALE_BLOCK and is_whole
+    return has_product and dtype.itemsize == 2 and weight_OK.block_rows == SCALE_BLOCK and is_whole
 
 
 def multiply_scaled(x: ScaledTokens, weight_OK: BlockScaled, out_NO: Tensor) -> None:

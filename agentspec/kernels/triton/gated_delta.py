@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import DeltaWeights
 from agentspec.kernels.traffic import state_traffic, touches_pools
-from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
+from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
 
 _BLOCK_D = 32
 """Value dims per program. With four warps and key dim 128 the tile takes 32 registers per lane, and one slot gives
@@ -90,7 +90,7 @@ def gated_delta_step(
         CHUNK=min(_CHUNK, block_k),
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
         num_warps=_NUM_WARPS,
-        **OVERLAPPED,
+        **overlapped(),
     )
     state_traffic.rows_read += num_slots
     state_traffic.rows_written += num_tokens

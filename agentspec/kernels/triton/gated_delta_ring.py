@@ -36,7 +36,7 @@ from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.slots import RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.gated_delta import L2_EPS, add_three, softplus
-from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
+from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
 
 _ENTRY_CHUNK = 16
 """Entries that are copied to shared memory at a time."""
@@ -145,7 +145,7 @@ def gated_delta_ring_step(
         WARPS=num_warps,
         num_warps=num_warps,
         maxnreg=tiling.max_registers,
-        **OVERLAPPED,
+        **overlapped(),
     )
     state_traffic.rows_read += num_slots
     return out

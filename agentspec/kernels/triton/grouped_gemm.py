@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups, empty_parts
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, group_scale, to_fp8
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 
@@ -70,7 +70,7 @@ def gate_up(
         width,
         depth,
         **_blocks(plan, groups),
-        **OVERLAPPED,
+        **overlapped(),
     )
     return h if h_scales is None else ScaledTokens(values_RK=h, scales_GR=h_scales)
 
@@ -102,7 +102,7 @@ def down(
         num_outputs,
         depth,
         **_blocks(plan, groups),
-        **OVERLAPPED,
+        **overlapped(),
     )
     return parts
 

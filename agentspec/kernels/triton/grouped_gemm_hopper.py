@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups, empty_parts
 from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens
-from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, arrival_counters, await_previous, release_next
+from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight
 
@@ -90,7 +90,7 @@ def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top
         depth,
         num_warps=4,
         **_GATE_UP_REGISTERS,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return ScaledTokens(values_RK=values, scales_GR=scales)
 
@@ -118,7 +118,7 @@ def down(
         depth,
         num_warps=4,
         **_DOWN_REGISTERS,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return parts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.slots import RingWindow
 from agentspec.kernels.traffic import touches_pools
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.prefill_columns import (
     BLOCK_COUNT,
     BLOCK_OFFSET,
@@ -40,7 +40,7 @@ def save_hidden(hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> No
         batch.blocks_MF,
         H=width,
         BLOCK_H=block,
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 
@@ -62,7 +62,7 @@ def fold_hidden(hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> No
         CAPACITY=capacity,
         H=width,
         BLOCK_H=block,
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 

@@ -27,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentspec.kernels.triton.machine import launches_early
+
 
 class LaunchOptions(TypedDict, total=False):
     PDL: bool
@@ -36,9 +38,9 @@ class LaunchOptions(TypedDict, total=False):
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module was first imported)."""
 
-OVERLAPPED: LaunchOptions = {"PDL": False} if INTERPRETED else {"PDL": True, "launch_pdl": True}
-"""Keyword arguments of every launch: kernel[grid](..., **OVERLAPPED)."""
-
+_OVERLAPPED: LaunchOptions = {"PDL": True, "launch_pdl": True}
+ONE_BY_ONE: LaunchOptions = {"PDL": False}
+"""Launch options with which a kernel starts when the one before has ended."""
 
 NUM_COUNTERS = 1 << 16
 """Maximum number of program groups that one launch may count."""
@@ -74,6 +76,12 @@ def _counters(device: torch.device) -> Tensor:
             "graph, which does not zero them before a replay"
         )
     return torch.zeros(2, NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+def overlapped() -> LaunchOptions:
+    """Keyword arguments of every launch: kernel[grid](..., **overlapped()). Devices before Hopper have no such
+    launches, and no instructions for them: there kernels run one after the other."""
+    return ONE_BY_ONE if INTERPRETED or not launches_early() else _OVERLAPPED
 
 
 @triton.jit

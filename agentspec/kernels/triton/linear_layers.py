@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
-from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters
+from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_kernels import (
     choose_kernel,
     gate_kernel,
@@ -29,6 +29,7 @@ from agentspec.kernels.triton.linear_kernels import (
     swiglu_kernel,
 )
 from agentspec.kernels.triton.linear_plans import Kind, Plan, plan_for
+from agentspec.kernels.triton.machine import shared_bytes
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import BlockScaled, Plain, Weight
 
@@ -92,7 +93,8 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
     if isinstance(weight_OH, Plain):
         assert x_NH.dtype == weight_OH.values.dtype, f"{x_NH.dtype} {weight_OH.values.dtype}"
         assert weight_OH.values.is_contiguous()
-    return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key)
+    most = shared_bytes(x_NH.device)
+    return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most)
 
 
 def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
@@ -158,7 +160,7 @@ def launch_linear(
         EXTRA_O=extra_o,
         **_scaling(weight_OH, plan.block_o),
         **_blocks(plan, depth),
-        **OVERLAPPED,
+        **overlapped(),
     )
     return out
 
@@ -182,7 +184,7 @@ def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> 
             width,
             depth,
             **blocks,
-            **OVERLAPPED,
+            **overlapped(),
         )
     return out
 
@@ -209,7 +211,7 @@ def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) ->
             vocab_size,
             depth,
             **_blocks(plan, depth),
-            **OVERLAPPED,
+            **overlapped(),
         )
     return out
 
@@ -238,11 +240,11 @@ def launch_draft_argmax(
             num_outputs,
             depth,
             **blocks,
-            **OVERLAPPED,
+            **overlapped(),
         )
         block = min(triton.next_power_of_2(tiles), _CHOICE_BLOCK)
         choose_kernel[(num_tokens,)](
-            token_N, score, row, ids_O, tiles, BLOCK=block, RANKED=ranked, num_warps=4, **OVERLAPPED
+            token_N, score, row, ids_O, tiles, BLOCK=block, RANKED=ranked, num_warps=4, **overlapped()
         )
     return token_N
 
@@ -254,7 +256,7 @@ def swiglu(gate_up_N2I: Tensor) -> Tensor:
     out = torch.empty(num_tokens, width, dtype=gate_up_N2I.dtype, device=gate_up_N2I.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(width, _ELEMENTWISE_BLOCK))
-        gate_kernel[grid](out, gate_up_N2I, width, BLOCK=_ELEMENTWISE_BLOCK, num_warps=4, **OVERLAPPED)
+        gate_kernel[grid](out, gate_up_N2I, width, BLOCK=_ELEMENTWISE_BLOCK, num_warps=4, **overlapped())
     return out
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, fitting_stages
 
 Kind = Literal["linear", "norm_linear", "norm_swiglu", "add_linear", "logits", "draft_argmax"]
 
@@ -149,13 +151,30 @@ def _fp8_rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int) -> Plan
 
 @functools.cache
 def plan_for(
-    kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str = "plain"
+    kind: Kind,
+    num_outputs: int,
+    depth: int,
+    num_tokens: int,
+    element_bytes: int,
+    plan_key: str = "plain",
+    shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> Plan | None:
     """Return the plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product for many
     tokens.
 
-    element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain weight has the activations'
-    dtype."""
+    element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain weight has the activations' dtype.
+    shared_bytes: of a program, at most; with less than Hopper's the pipeline has fewer stages, which changes no bit."""
+    plan = _plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key)
+    if plan is None:
+        return None
+    weight_bytes = 1 if plan_key == "fp8" else element_bytes
+    stage_bytes = plan.block_k * (plan.block_o * weight_bytes + plan.block_m * element_bytes)
+    return replace(plan, stages=fitting_stages(plan.stages, stage_bytes, shared_bytes))
+
+
+def _plan_for(
+    kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str
+) -> Plan | None:
     measured = _MEASURED[plan_key].get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
     for most_tokens, plan in measured:
         if num_tokens <= most_tokens:

@@ -138,19 +138,21 @@ def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     Their exponent and mantissa bits, shifted to the position of a wider float's, are the value times 2^(7 - 127),
     subnormals included. Triton's own conversion to bfloat16 uses an instruction with a sixteenth of the usual rate.
     Here four values take two byte permutations, which double each byte's sign, two shifts, two masks and two
-    products."""
+    products. These are written as sums with -0, which leaves every bit as it is: devices before Hopper have no product
+    of 16-bit pairs alone."""
     if HAS_PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high, rebase;
+            """{ .reg .b32 low, high, rebase, zero;
             mov.b32 rebase, 0x7B807B80;
+            mov.b32 zero, 0x80008000;
             prmt.b32 low, $2, 0, 0x9180;
             prmt.b32 high, $2, 0, 0xB3A2;
             shl.b32 low, low, 4;
             shl.b32 high, high, 4;
             and.b32 low, low, 0x87F087F0;
             and.b32 high, high, 0x87F087F0;
-            mul.rn.bf16x2 $0, low, rebase;
-            mul.rn.bf16x2 $1, high, rebase; }""",
+            fma.rn.bf16x2 $0, low, rebase, zero;
+            fma.rn.bf16x2 $1, high, rebase, zero; }""",
             "=r,=r,r",
             [bits],
             dtype=tl.bfloat16,
@@ -167,13 +169,14 @@ def decode_e4m3_pairs(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def
     """`decode_e4m3` of [R, C / 2] pairs, given as uint16: [R, C]."""
     if HAS_PTX and dtype == tl.bfloat16:
         first, second = tl.inline_asm_elementwise(
-            """{ .reg .b32 pair, rebase;
+            """{ .reg .b32 pair, rebase, zero;
             mov.b32 rebase, 0x7B807B80;
+            mov.b32 zero, 0x80008000;
             cvt.u32.u16 pair, $2;
             prmt.b32 pair, pair, 0, 0x9180;
             shl.b32 pair, pair, 4;
             and.b32 pair, pair, 0x87F087F0;
-            mul.rn.bf16x2 pair, pair, rebase;
+            fma.rn.bf16x2 pair, pair, rebase, zero;
             mov.b32 {$0, $1}, pair; }""",
             "=h,=h,h",
             [bits],

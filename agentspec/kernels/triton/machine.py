@@ -17,6 +17,14 @@ from triton.runtime import driver
 from agentspec.kernels.variants import Machine
 
 WARP_SIZE = 32
+LAUNCH_DEVICE = torch.device("meta")
+"""`machine_of` takes it for the machine that launches are for, whatever their tensors."""
+_SHARED_KB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+HOPPER_SHARED_BYTES = 227 * 1024
+_LEAST_SHARED_KB = 99
+"""Of every other device, (12, 0) and (12, 1) among them."""
+_OTHER_SHARED_BYTES = 4 * 1024
+"""Most shared memory that a product uses beside its pipeline's stages."""
 _described: list[Machine] = []
 """The last argument of `use_machine`, if any."""
 
@@ -57,3 +65,37 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(
         capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count
     )
+
+
+def launches_early() -> bool:
+    """Whether a kernel may start before the previous one has ended (launch.py)."""
+    return machine_of(LAUNCH_DEVICE).capability >= (9, 0)
+
+
+def has_fp8_units(device: torch.device) -> bool:
+    """Whether kernels can convert to 8-bit floats, and multiply them."""
+    return machine_of(device).capability >= (8, 9)
+
+
+def multiplies_scaled_blocks(device: torch.device) -> bool:
+    """Whether the matrix library multiplies 8-bit floats that have a scale per block: on Hopper only."""
+    return machine_of(device).capability[0] == 9
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Most shared memory of one program. On a CPU (the interpreter) as on Hopper."""
+    return HOPPER_SHARED_BYTES if device.type == "cpu" else shared_bytes_of(machine_of(device))
+
+
+def fitting_stages(stages: int, stage_bytes: int, shared_bytes: int) -> int:
+    """Pipeline stages of a product that fit: `stages`, or fewer where a program has less shared memory than on Hopper.
+    There the matrix units read registers, so one stage is not in shared memory."""
+    if shared_bytes >= HOPPER_SHARED_BYTES:
+        return stages
+    return min(stages, 1 + max(shared_bytes - _OTHER_SHARED_BYTES, 0) // stage_bytes)
+
+
+def shared_bytes_of(machine: Machine) -> int:
+    """`shared_bytes` of a machine. Source: CUDA programming guide, technical specifications per compute capability. A
+    table, since kernels are also compiled for machines that are not there."""
+    return _SHARED_KB.get(machine.capability, _LEAST_SHARED_KB) * 1024

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.traffic import touches_pools
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 
 _TILE = 1024
 """Least elements per program: several rows if rows are short."""
@@ -57,7 +57,7 @@ def pair_norms(
         H=width,
         BLOCK_H=block,
         num_warps=_num_warps(block),
-        **OVERLAPPED,
+        **overlapped(),
     )
     return out
 
@@ -89,7 +89,7 @@ def _launch(
         BLOCK_N=rows,
         BLOCK_H=block,
         num_warps=_num_warps(rows * block),
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 

@@ -40,8 +40,8 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
-from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
-from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 from agentspec.kernels.triton.prefill_line import (
     NOT_SPECIALIZED,
@@ -60,6 +60,8 @@ _BLOCK_N = 16
 _LINE_TILE = 4096
 """Most elements of a matrix of tiles and spans while the line is built. More would take registers from the rest of
 that launch."""
+_WIDE_SHARED_BYTES = 144 * 1024
+"""What 128 rows of heads of 256 take off Hopper."""
 _COMBINE_ROWS = 8
 _INTERPRETED_PROGRAMS = 5
 """Under the interpreter: few enough that a program has several tiles, and a tile several programs."""
@@ -75,15 +77,19 @@ class AttendPlan(NamedTuple):
     """Use the kernel of prefill_attention_hopper.py."""
 
 
-def attend_plan(dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hopper: bool) -> AttendPlan:
+def attend_plan(
+    dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hopper: bool, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> AttendPlan:
     """Choose the second launch's plan. On Hopper, large heads of 16 bits, which published models have, use the Hopper
-    kernel."""
+    kernel. shared_bytes: of a program, at most."""
     if INTERPRETED:
         return AttendPlan(block_rows=_MIN_DOT, num_warps=4, num_stages=2, is_hopper=False)
     if dtype == torch.float32:
         return AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=False)
     if is_hopper and head_dim in (128, 256) and page_tokens == 64:
         return AttendPlan(block_rows=hopper.BLOCK_M, num_warps=hopper.NUM_WARPS, num_stages=1, is_hopper=True)
+    if head_dim > 128 and shared_bytes < _WIDE_SHARED_BYTES:
+        return AttendPlan(block_rows=64, num_warps=8, num_stages=1, is_hopper=False)
     if head_dim > 128:
         return AttendPlan(block_rows=128, num_warps=8, num_stages=2, is_hopper=False)
     return AttendPlan(block_rows=64, num_warps=4, num_stages=2, is_hopper=False)
@@ -101,7 +107,8 @@ def attention_prefill(
         weights.head_dim,
     )
     num_programs, is_hopper = _machine(projected_NP.device)
-    plan = attend_plan(projected_NP.dtype, head_dim, kv_P2SGD.shape[2], is_hopper=is_hopper)
+    most = shared_bytes(projected_NP.device)
+    plan = attend_plan(projected_NP.dtype, head_dim, kv_P2SGD.shape[2], is_hopper=is_hopper, shared_bytes=most)
     shapes = {
         "G": num_kv_heads,
         "SHARES": num_heads // num_kv_heads,
@@ -147,7 +154,7 @@ def attention_prefill(
         scores_2CM,
         out_NX,
         **sizes,
-        **OVERLAPPED,
+        **overlapped(),
     )
     block_rows = min(_COMBINE_ROWS, plan.block_rows)
     combine_shapes: dict[str, Any] = {name: shapes[name] for name in ("G", "SHARES", "D", "BLOCK_M")}
@@ -162,7 +169,7 @@ def attention_prefill(
         BLOCK_D=block_dims,
         num_warps=4,
         **combine_shapes,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return out_NX
 
@@ -226,7 +233,7 @@ def _prepare(
         BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
         num_warps=4,
         **shapes,
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.linear_tiles import prefetch_first_steps
 from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
 from agentspec.kernels.weights import SCALE_BLOCK
@@ -121,7 +121,7 @@ def route(
         BLOCK_C=triton.next_power_of_2(num_visits),
         BLOCK_H=max(min(triton.next_power_of_2(width), _NORM_BLOCK), SCALE_BLOCK if in_fp8 else 1),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return Routing(ids_NC=ids_NC, weights_NC=weights_NC, gate_N=gate_N, normed=scaled or normed)
 
@@ -155,7 +155,7 @@ def _scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, 
         block_h = min(triton.next_power_of_2(width), _BLOCK_H)
         grid = (triton.cdiv(num_experts, _ROWS), num_tokens)
         warps = min(max(block_h // 256, 1), 8)
-        _few_scores_kernel[grid](*operands, H=width, ROWS=_ROWS, BLOCK_H=block_h, num_warps=warps, **OVERLAPPED)
+        _few_scores_kernel[grid](*operands, H=width, ROWS=_ROWS, BLOCK_H=block_h, num_warps=warps, **overlapped())
     else:
         share = triton.cdiv(triton.cdiv(width, split), tiles.block_k) * tiles.block_k
         _many_scores_kernel[(triton.cdiv(num_tokens, tiles.block_n), triton.cdiv(num_experts, tiles.block_x), split)](
@@ -169,7 +169,7 @@ def _scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, 
             AHEAD=_AHEAD,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **OVERLAPPED,
+            **overlapped(),
         )
     return parts_SNX, squares_SN
 

@@ -38,7 +38,7 @@ from agentspec.kernels import slots
 from agentspec.kernels.reference import philox
 from agentspec.kernels.reference import sampling as reference
 from agentspec.kernels.slots import SamplingTable
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.ranking import (
     KEY_OF_MINUS_INFINITY,
     LOWEST_KEY,
@@ -94,7 +94,9 @@ def argmax(logits_NV: Tensor) -> Tensor:
     num_rows, vocab_size = logits_NV.shape
     num_blocks = triton.cdiv(vocab_size, ARGMAX_BLOCK)
     best_NC = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits_NV.device)
-    _block_best[(num_rows, num_blocks)](logits_NV, best_NC, V=vocab_size, BLOCK=ARGMAX_BLOCK, num_warps=8, **OVERLAPPED)
+    _block_best[(num_rows, num_blocks)](
+        logits_NV, best_NC, V=vocab_size, BLOCK=ARGMAX_BLOCK, num_warps=8, **overlapped()
+    )
     return _tokens_of_best(best_NC)
 
 
@@ -172,7 +174,7 @@ class _Launch:
             shape={"V": vocab_size, "T": num_columns, "SPAN": SPAN},
             width={"W": table.mask_SWX.shape[1]},
             # The reference rounds after the product and after the sum; a fused multiply-add would round once.
-            options={"enable_fp_fusion": False, **OVERLAPPED},
+            options={"enable_fp_fusion": False, **overlapped()},
             shares=(num_rows, min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, SPAN))),
         )
 
@@ -207,7 +209,7 @@ def _tokens_of_best(best_NC: Tensor) -> Tensor:
     num_rows, num_programs = best_NC.shape
     out_N = torch.empty(num_rows, dtype=torch.int64, device=best_NC.device)
     _best[(num_rows,)](
-        best_NC, num_programs, out_N, BLOCK_C=triton.next_power_of_2(num_programs), num_warps=4, **OVERLAPPED
+        best_NC, num_programs, out_N, BLOCK_C=triton.next_power_of_2(num_programs), num_warps=4, **overlapped()
     )
     return out_N
 

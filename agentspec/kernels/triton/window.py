@@ -20,7 +20,7 @@ from agentspec import types
 from agentspec.kernels import slots
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
 from agentspec.kernels.slots import Commit, OutcomeRows, RingWindow, Window
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.types import RingShape
 
 _PAGES_A_PROGRAM = 1024
@@ -113,7 +113,7 @@ def open_window(
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_P=min(_PAGES_A_PROGRAM, triton.next_power_of_2(num_pages)),
         num_warps=4,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return window
 
@@ -156,7 +156,7 @@ def commit_window(
         BLOCK_W=triton.next_power_of_2(_width(slots_SF)),
         BLOCK_E=triton.next_power_of_2(max(num_stop_ids, 1)),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return commit
 
@@ -182,7 +182,7 @@ def force_acceptance(
         K=len(rate_K),
         BLOCK_T=triton.next_power_of_2(num_columns),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
     return forced_BT
 
@@ -207,7 +207,7 @@ def publish_drafts(
         K=num_drafts,
         BLOCK_K=triton.next_power_of_2(num_drafts),
         num_warps=1,
-        **OVERLAPPED,
+        **overlapped(),
     )
 
 

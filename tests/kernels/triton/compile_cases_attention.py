@@ -6,7 +6,7 @@ import torch
 import triton
 
 from agentspec.kernels.triton import attention
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
 
 _PAGE = 64
 _NUM_PROGRAMS = 264
@@ -21,10 +21,11 @@ def _cases(
     head_dim: int,
     half_rope: int,
     dtype: torch.dtype,
+    target: int = HOPPER,
 ) -> list[CompileCase]:
     shares = num_heads // num_kv_heads
     block_rows = attention.task_rows(num_columns * shares)
-    plan = attention.attend_plan(block_rows, dtype)
+    plan = attention.attend_plan(block_rows, dtype, head_dim, shared_bytes(target))
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     shapes = {
         "T": num_columns,
@@ -40,6 +41,7 @@ def _cases(
     attend = CompileCase(
         name=f"attend {case}",
         kernel=attention._attend,
+        targets=(target,),
         signature={
             "projected_NP": activations,
             "row_stride": "i32",
@@ -77,6 +79,7 @@ def _cases(
     combine = CompileCase(
         name=f"combine {case}",
         kernel=attention._combine,
+        targets=(target,),
         signature={
             "sums_CMD": "*fp32",
             "scores_2CM": "*fp32",
@@ -101,5 +104,8 @@ CASES = [
     *_cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16),
     *_cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16),
     _cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16)[0],
+    *(case for target in ELSEWHERE for case in _cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16, target)),
+    *(_cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16, target)[0] for target in ELSEWHERE),
+    *(_cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16, target)[0] for target in ELSEWHERE),
     _cases("tiny-agent", 4, 4, 4, 2, 64, 8, torch.float32)[0],
 ]

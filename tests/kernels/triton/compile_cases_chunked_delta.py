@@ -8,18 +8,18 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
 from agentspec.types import BLOCK_TOKENS
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
 
 
 def _cases(
-    model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
+    model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16", target: int = HOPPER
 ) -> list[CompileCase]:
     heads = {"V": value_heads, "REPEATS": value_heads // key_heads}
     dims = {"D": head_dim, "K": head_dim}
     padded = {"T": BLOCK_TOKENS, "PADDED_D": head_dim, "PADDED_K": head_dim}
     num_channels = (2 * key_heads + value_heads) * head_dim
     fold_d, stages = chunked_delta.fold_plan(
-        torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim
+        torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim, shared_bytes(target)
     )
     # float32 is for accuracy, not for speed.
     stack_bytes = 512 if activations == "*fp32" else 0
@@ -32,6 +32,7 @@ def _cases(
         CompileCase(
             name=f"convolve_blocks {model}",
             kernel=chunked_delta_blocks.convolve_blocks,
+            targets=(target,),
             signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
             constexprs=heads | dims | padded | {"ROWS": chunked_delta._CONVOLVE_ROWS},
             num_warps=chunked_delta._CONVOLVE_WARPS,
@@ -41,6 +42,7 @@ def _cases(
         CompileCase(
             name=f"solve_blocks {model}",
             kernel=chunked_delta_blocks.solve_blocks,
+            targets=(target,),
             signature={"blocks_MF": "*i64"} | scratch | solved,
             constexprs=heads | padded,
             num_warps=chunked_delta._SOLVE_WARPS,
@@ -50,6 +52,7 @@ def _cases(
         CompileCase(
             name=f"fold_blocks {model}",
             kernel=chunked_delta._fold_blocks,
+            targets=(target,),
             signature=x
             | {"ssm_RVDK": "*fp32", "ssm_stride": "i32"}
             | conv
@@ -73,6 +76,7 @@ def _cases(
         CompileCase(
             name=f"gated_norm {model}",
             kernel=chunked_delta._gated_norm,
+            targets=(target,),
             signature=x | {"norm_D": "*fp32", "eps": "fp32", "out_NX": activations, "num_rows": "i32"},
             constexprs={
                 "V": value_heads,
@@ -129,4 +133,5 @@ CASES = [
     _hoppers("27B", 48, 16),
     *_cases("4B", 32, 16, 128),
     *_cases("tiny-agent fp32", 4, 2, 64, "*fp32"),
+    *(case for target in ELSEWHERE for case in _cases("27B", 48, 16, 128, target=target)),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
 from agentspec.kernels.triton import copies
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
 TEXTS = {"text_SL": "*i32", "text_stride": "i32", "slot_ids_B": "*i64", "outcome_BF": "*i64"}
 
@@ -36,6 +36,7 @@ def _draft_copies(num_drafts: int) -> CompileCase:
 CASES = [
     CompileCase(
         name="append_text",
+        targets=EVERYWHERE,
         kernel=copies._append_text,
         signature=TEXTS,
         constexprs={"F": OutcomeRows.num_fields(16), "T": 16, "BLOCK_T": 16},
@@ -43,5 +44,5 @@ CASES = [
         multiples_of_16=("text_stride",),
     ),
     _draft_copies(0),
-    _draft_copies(3),
+    *on_targets(EVERYWHERE, [_draft_copies(3)]),
 ]

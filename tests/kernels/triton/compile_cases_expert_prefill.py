@@ -10,12 +10,14 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import expert_prefill, grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
 WGMMA, COPIES = "wgmma.mma_async", "cp.async.bulk.tensor"
 
 
-def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str, *instructions: str) -> CompileCase:
+def grouped(
+    kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str, *instructions: str, target: int
+) -> CompileCase:
     """block_m: of the tiles; dtype: of the operands."""
     block_m //= plan.programs_per_tile
     is_scaled = dtype == "fp8e4nv"
@@ -48,6 +50,7 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
         name=f"{name} {dtype} M={block_m} {plan.block_o} x {plan.block_k} warps {plan.warps} stages {plan.stages} "
         f"programs a tile {plan.programs_per_tile}",
         kernel=kernel,
+        targets=(target,),
         signature={argument: kind for argument, kind in signature.items() if argument not in absent},
         constexprs={
             "BLOCK_M": block_m,
@@ -69,25 +72,27 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
     )
 
 
-def layer(block_m: int, dtype: str, *instructions: str) -> list[CompileCase]:
+def layer(block_m: int, dtype: str, *instructions: str, target: int = HOPPER) -> list[CompileCase]:
     is_scaled = dtype == "fp8e4nv"
     activations = torch.float32 if dtype == "fp32" else torch.bfloat16
     return [
         grouped(
             grouped_gemm._gate_up_kernel,
             "experts' gate and up",
-            expert_prefill.gate_up_plan(block_m, is_scaled, activations),
+            expert_prefill.gate_up_plan(block_m, is_scaled, activations, shared_bytes(target)),
             block_m,
             dtype,
             *instructions,
+            target=target,
         ),
         grouped(
             grouped_gemm._down_kernel,
             "experts' down",
-            expert_prefill.down_plan(block_m, is_scaled, activations),
+            expert_prefill.down_plan(block_m, is_scaled, activations, shared_bytes(target)),
             block_m,
             dtype,
             *instructions,
+            target=target,
         ),
     ]
 
@@ -146,12 +151,15 @@ CASES = [
     *layer(16, "bf16", WGMMA, COPIES),
     *layer(64, "bf16", WGMMA, COPIES),
     *layer(128, "bf16", WGMMA, COPIES),
+    *(case for target in ELSEWHERE for case in layer(128, "bf16", target=target)),
     *layer(16, "fp8e4nv", WGMMA, COPIES),
     *layer(64, "fp8e4nv", WGMMA, COPIES),
     *layer(128, "fp8e4nv", WGMMA, COPIES),
+    *(case for target in (89, 120) for case in layer(128, "fp8e4nv", target=target)),
     *layer(16, "fp32", COPIES),
     CompileCase(
         name="experts' sum",
+        targets=EVERYWHERE,
         kernel=expert_prefill._sum_kernel,
         signature={
             "residual_ptr": "*bf16",

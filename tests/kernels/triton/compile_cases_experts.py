@@ -11,7 +11,7 @@ from agentspec.kernels.triton import expert_groups, experts, routing
 from agentspec.kernels.triton.experts import Tiles
 from agentspec.kernels.triton.mixture import down_tiles, gate_up_tiles
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
 ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
 Form = Literal["fp8", "bf16", "fp32"]
@@ -211,14 +211,17 @@ def groups(kernel: Any, warps: int, **blocks: int) -> CompileCase:
     return case(f"groups{kernel.__name__} {text}", kernel, blocks, warps, 3, dtype="bf16")
 
 
-CASES = [
-    product(experts._gate_up_kernel, "fp8", 4, 1024, 2048),
+LARGEST = [
     product(experts._gate_up_kernel, "fp8", 128, 1024, 2048),
-    product(experts._gate_up_kernel, "bf16", 16, 1024, 2048, shared=False),
-    product(experts._gate_up_kernel, "fp32", 4, 64, 256),
-    product(experts._down_kernel, "fp8", 4, 2048, 512),
     product(experts._down_kernel, "fp8", 128, 2048, 512),
+    product(experts._gate_up_kernel, "bf16", 16, 1024, 2048, shared=False),
     product(experts._down_kernel, "bf16", 16, 2048, 512),
+    many_scores(256),
+    choice(1),
+    groups(expert_groups._few_kernel, 16, BLOCK_P=2048),
+    groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
+    groups(expert_groups._many_kernel, 16, CHUNK=512, BLOCK_X=256, BLOCK_C=32),
+    case("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
     case(
         "few scores 35B",
         routing._few_scores_kernel,
@@ -228,14 +231,15 @@ CASES = [
         dtype="bf16",
         weights="u8",
     ),
-    *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
+]
+CASES = [
+    *on_targets(EVERYWHERE, LARGEST),
+    product(experts._gate_up_kernel, "fp8", 4, 1024, 2048),
+    product(experts._gate_up_kernel, "fp32", 4, 64, 256),
+    product(experts._down_kernel, "fp8", 4, 2048, 512),
+    *(many_scores(num_tokens) for num_tokens in (32, 8192)),
     choice(1, partial=True),
-    choice(1),
     choice(16),
-    scaled_choice(),
-    groups(expert_groups._few_kernel, 16, BLOCK_P=2048),
-    groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
+    *on_targets((90, 89, 120), [scaled_choice()]),
     groups(expert_groups._many_kernel, 8, CHUNK=256, BLOCK_X=256, BLOCK_C=16),
-    groups(expert_groups._many_kernel, 16, CHUNK=512, BLOCK_X=256, BLOCK_C=32),
-    case("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
 ]

@@ -6,7 +6,7 @@ import triton
 
 from agentspec.kernels.triton import gated_delta_ring
 from agentspec.types import RingShape
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, CompileCase, on_targets
 
 
 def _case(
@@ -70,4 +70,5 @@ CASES = [
         for num_columns in (1, 4, 16)
     ),
     _case("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
+    *on_targets(ELSEWHERE, [_case("27B", 16, 48, 16, 128, num_slots=num_slots) for num_slots in (1, 32)]),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentspec.kernels.triton import linear_kernels
 from agentspec.kernels.triton.linear_plans import Kind, plan_for
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
 ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
 PACKED_DECODING, PAIRED_DECODING = "prmt.b32 low", "prmt.b32 pair"
@@ -45,6 +45,7 @@ def case(
     dtype: str = "bf16",
     weight: str = "",
     stack_bytes: int = 0,
+    targets: tuple[int, ...] = (HOPPER,),
 ) -> CompileCase:
     """`constexprs`: None for absent operands. weight: its type where it is not `dtype`."""
     types = {
@@ -62,6 +63,7 @@ def case(
     return CompileCase(
         name=name,
         kernel=kernel,
+        targets=targets,
         signature={argument: types[argument] for argument in names},
         constexprs=constexprs,
         num_warps=warps,
@@ -86,9 +88,11 @@ def layer(
     fp8: bool = False,
     extra: bool = False,
     block_rows: int = 128,
+    target: int = HOPPER,
 ) -> CompileCase:
     """A layer as its plan launches it; with a separate norm only the product."""
-    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2, "fp8" if fp8 else "plain")
+    element_bytes, plan_key = 4 if dtype == "fp32" else 2, "fp8" if fp8 else "plain"
+    plan = plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, shared_bytes(target))
     assert plan is not None
     constexprs: dict[str, Any] = {
         "BLOCK_O": plan.block_o,
@@ -127,7 +131,23 @@ def layer(
         dtype=dtype,
         weight=weight,
         stack_bytes=stack_bytes,
+        targets=(target,),
     )
+
+
+def elsewhere(target: int) -> list[CompileCase]:
+    """The largest of each kernel and form, with the plans of a target that is no Hopper."""
+    return [
+        layer("27B", "norm_linear", 16480, 5120, 32, target=target),
+        layer("27B", "add_linear", 5120, 17408, 128, target=target),
+        layer("4B", "norm_swiglu", 18432, 2560, 64, target=target),
+        layer("9B", "logits", 248320, 4096, 128, target=target),
+        layer("4B", "draft_argmax", 32768, 2560, 1, target=target),
+        layer("35B", "norm_linear", 12288, 2048, 64, fp8=True, extra=True, target=target),
+        layer("27B", "norm_swiglu", 34816, 5120, 32, fp8=True, target=target),
+        layer("27B", "add_linear", 5120, 17408, 4, fp8=True, target=target),
+        layer("35B", "draft_argmax", 32768, 2048, 1, fp8=True, target=target),
+    ]
 
 
 CASES = [
@@ -144,9 +164,10 @@ CASES = [
     layer("none", "norm_linear", 2000, 1536, 9, ASYNC_COPIES),
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32"),
     layer("tiny", "add_linear", 256, 640, 4, dtype="fp32"),
-    case("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024, "RANKED": False}, 4, 3),
+    case("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024, "RANKED": False}, 4, 3, targets=EVERYWHERE),
     case("choose 32k of a rank", linear_kernels.choose_kernel, {"BLOCK": 1024, "RANKED": True}, 4, 3),
-    case("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3),
+    case("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3, targets=EVERYWHERE),
+    *(item for target in ELSEWHERE for item in elsewhere(target)),
     layer("27B", "norm_linear", 16384, 5120, 4, ASYNC_COPIES, fp8=True, extra=True),
     layer("35B", "norm_linear", 12288, 2048, 64, ASYNC_COPIES, fp8=True, extra=True),
     layer("27B", "norm_swiglu", 34816, 5120, 4, ASYNC_COPIES, fp8=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.triton import norms
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
 WIDE = ("ld.global.v4",)
 
@@ -27,9 +27,10 @@ def rms_norm(
 
 CASES = [
     rms_norm("rms_norm 4B prefill", 2560, block_rows=1, block=4096, num_warps=8, to_rows=False),
-    rms_norm("norm_to_rows 27B", 5120, block_rows=1, block=8192, num_warps=16, to_rows=True),
+    *on_targets(EVERYWHERE, [rms_norm("norm_to_rows 27B", 5120, block_rows=1, block=8192, num_warps=16, to_rows=True)]),
     CompileCase(
         name="pair_norms 4B",
+        targets=EVERYWHERE,
         kernel=norms._pair_norms,
         signature={
             "tokens_N": "*i64",

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import prefill_attention, prefill_attention_hopper
 from agentspec.kernels.triton.attention import dot_precision
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
 
 _PAGE = 64
 _LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "cuts_2C": "*i32"}
@@ -23,11 +23,13 @@ def _prepare(
     dtype: torch.dtype,
     num_spans: int,
     block_rows: int,
+    target: int,
 ) -> CompileCase:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     return CompileCase(
         name=f"norm_and_store {model} U={num_spans}",
         kernel=prefill_attention._norm_and_store,
+        targets=(target,),
         signature={
             "projected_NP": activations,
             "keys_values_NK": activations,
@@ -68,10 +70,18 @@ def _prepare(
 
 
 def _cases(
-    model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int
+    model: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    half_rope: int,
+    dtype: torch.dtype,
+    num_spans: int,
+    target: int = HOPPER,
 ) -> Iterator[CompileCase]:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
-    plan = prefill_attention.attend_plan(dtype, head_dim, _PAGE, is_hopper=True)
+    plan = prefill_attention.attend_plan(
+        dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target)
+    )
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
     pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
     pool = (
@@ -80,10 +90,11 @@ def _cases(
         else {"kv_P2SGD": activations}
     )
     options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
-    yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows)
+    yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target)
     yield CompileCase(
         name=f"attend_prompt {model}",
         kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
+        targets=(target,),
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
         | pool
         | {"page_table_UP": "*i32", "num_pages": "i32"}
@@ -100,6 +111,7 @@ def _cases(
     yield CompileCase(
         name=f"combine_prompt {model}",
         kernel=prefill_attention._combine,
+        targets=(target,),
         signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"}
         | _LINE
         | {"out_NX": activations},
@@ -115,4 +127,5 @@ CASES = [
     *_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64),
     *_cases("tiny-agent fp32", (4, 2), 64, 8, torch.float32, 4),
     list(_cases("tiny-agent", (4, 2), 64, 8, torch.bfloat16, 4))[1],
+    *(case for target in ELSEWHERE for case in _cases("27B", (24, 4), 256, 32, torch.bfloat16, 64, target)),
 ]

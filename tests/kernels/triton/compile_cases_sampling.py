@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.triton import sampling
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
 PARAMETERS = {
     "slot_ids_B": "*i64",
@@ -60,10 +60,11 @@ def cases_of(vocab_size: int, constrained: bool) -> list[CompileCase]:
 
 
 CASES = [
-    *cases_of(248_320, constrained=True),
+    *on_targets(EVERYWHERE, cases_of(248_320, constrained=True)),
     *cases_of(4_096, constrained=False),
     CompileCase(
         name="block_best V=248320",
+        targets=EVERYWHERE,
         kernel=sampling._block_best,
         signature={"logits_NV": "*fp32", "best_NC": "*i64"},
         constexprs={"V": 248_320, "BLOCK": sampling.ARGMAX_BLOCK},
@@ -72,6 +73,7 @@ CASES = [
     ),
     CompileCase(
         name="best of 485",
+        targets=EVERYWHERE,
         kernel=sampling._best,
         signature={"best_NC": "*i64", "num_programs": "i32", "out_N": "*i64"},
         constexprs={"BLOCK_C": 512},

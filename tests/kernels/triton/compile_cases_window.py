@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentspec.kernels.slots import OutcomeRows
 from agentspec.kernels.triton import hidden, window
 from agentspec.types import RingShape
-from tests.kernels.triton.compile_case import CompileCase
+from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
 SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
 
@@ -61,47 +61,50 @@ def commit_window(name: str, ring: RingShape | None) -> CompileCase:
     )
 
 
-CASES = [
-    open_window("open_window", None),
-    open_window("open_window of rings", RingShape.of(8)),
-    commit_window("commit_window", None),
-    commit_window("commit_window of rings", RingShape.of(8)),
-    CompileCase(
-        name="fold_hidden 27B",
-        kernel=hidden._fold_hidden,
-        signature={
-            **dict.fromkeys(("hidden_RH", "hidden_SCH"), "*bf16"),
-            "pool_stride": "i32",
-            **dict.fromkeys(("slot_B", "fold_length_B", "fold_row_B"), "*i64"),
-        },
-        constexprs={"CAPACITY": RingShape.of(8).capacity, "H": 5120, "BLOCK_H": 1024},
-        multiples_of_16=("pool_stride",),
-        instructions=("ld.global.v4",),
-    ),
-    CompileCase(
-        name="force_acceptance",
-        kernel=window._force_acceptance,
-        signature={
-            **SLOTS,
-            **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"),
-            "limits_stride": "i32",
-            "rate_K": "*fp32",
-        },
-        constexprs={"T": 4, "K": 3, "BLOCK_T": 4},
-        num_warps=1,
-    ),
-    CompileCase(
-        name="publish_drafts",
-        kernel=window._publish_drafts,
-        signature={
-            **SLOTS,
-            "outcome_BF": "*i64",
-            "drafts_Bk": "*i64",
-            "drafts_stride_b": "i32",
-            "drafts_stride_k": "i32",
-            "num_valid_B": "*i64",
-        },
-        constexprs={"F": OutcomeRows.num_fields(4), "K": 15, "BLOCK_K": 16},
-        num_warps=1,
-    ),
-]
+CASES = on_targets(
+    EVERYWHERE,
+    [
+        open_window("open_window", None),
+        open_window("open_window of rings", RingShape.of(8)),
+        commit_window("commit_window", None),
+        commit_window("commit_window of rings", RingShape.of(8)),
+        CompileCase(
+            name="fold_hidden 27B",
+            kernel=hidden._fold_hidden,
+            signature={
+                **dict.fromkeys(("hidden_RH", "hidden_SCH"), "*bf16"),
+                "pool_stride": "i32",
+                **dict.fromkeys(("slot_B", "fold_length_B", "fold_row_B"), "*i64"),
+            },
+            constexprs={"CAPACITY": RingShape.of(8).capacity, "H": 5120, "BLOCK_H": 1024},
+            multiples_of_16=("pool_stride",),
+            instructions=("ld.global.v4",),
+        ),
+        CompileCase(
+            name="force_acceptance",
+            kernel=window._force_acceptance,
+            signature={
+                **SLOTS,
+                **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"),
+                "limits_stride": "i32",
+                "rate_K": "*fp32",
+            },
+            constexprs={"T": 4, "K": 3, "BLOCK_T": 4},
+            num_warps=1,
+        ),
+        CompileCase(
+            name="publish_drafts",
+            kernel=window._publish_drafts,
+            signature={
+                **SLOTS,
+                "outcome_BF": "*i64",
+                "drafts_Bk": "*i64",
+                "drafts_stride_b": "i32",
+                "drafts_stride_k": "i32",
+                "num_valid_B": "*i64",
+            },
+            constexprs={"F": OutcomeRows.num_fields(4), "K": 15, "BLOCK_K": 16},
+            num_warps=1,
+        ),
+    ],
+)

@@ -22,7 +22,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from tests.kernels.triton.compile_cases_exchange import CASES
-from tests.kernels.triton.compile_sm90 import source_of
+from tests.kernels.triton.compile_kernels import source_of
 
 for case in CASES:
     options = {"num_warps": case.num_warps, "launch_pdl": True}
