@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentspec import EngineConfig
-from agentspec.engine.settings import Settings
+from agentspec.engine.settings import Settings, refuse_weights
 from agentspec.errors import ConfigError
 from agentspec.types import ModelSpec, RingShape, rows_of_request
 
@@ -59,3 +59,13 @@ def test_wide_windows_need_rings() -> None:
     assert rows_of_request(15, has_ring=True) == 3
     with pytest.raises(ConfigError, match=r"draft_tokens=9: there is room for 7; slots with rings have more"):
         resolved(CPU, draft_tokens=9)
+
+
+def test_weights_that_the_device_cannot_hold_are_refused_with_what_is_missing() -> None:
+    refuse_weights("27B", 2**30, 2**30)
+
+    with pytest.raises(
+        ConfigError, match=r"model='27B': its weights take 50\.9 GiB and the device has 23\.5 GiB free: "
+    ) as e:
+        refuse_weights("27B", int(50.9 * 2**30), int(23.5 * 2**30))
+    assert "27.4 GiB are missing" in str(e.value)

@@ -191,6 +191,18 @@ class Settings:
         )
 
 
+def refuse_weights(model: str | None, weight_bytes: int, free_bytes: int) -> None:
+    """Raise ConfigError if the weights need more memory than the device has free. Nothing has been loaded yet."""
+    if weight_bytes > free_bytes:
+        needed, free, missing = (size / 2**30 for size in (weight_bytes, free_bytes, weight_bytes - free_bytes))
+        raise ConfigError(
+            "model",
+            model,
+            f"its weights take {needed:.1f} GiB and the device has {free:.1f} GiB free: {missing:.1f} GiB are missing, "
+            "before state rows and KV pages",
+        )
+
+
 def limited(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """The model's spec, with the context that the settings ask for."""
     if config.max_context is None:

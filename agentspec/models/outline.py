@@ -49,6 +49,16 @@ def outline(
     return Qwen3_5Model(config, spec, parameters, fp8_drafts=fp8_drafts, group=group)
 
 
+def weight_bytes(config: TextConfig, *, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> int:
+    """Memory of a rank's part of all parameters as a GPU holds them, from the config alone: a CPU may hold quantised
+    ones in a wider form. Copies for drafting are not included."""
+    quantized = quantized_schemes(config)
+    return sum(
+        empty_parameter(name, parameter, quantized.get(name), device=META, dtype=dtype, rank=rank).nbytes
+        for name, parameter in parameter_forms(config, rank.count).items()
+    )
+
+
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:
     """The first layer of each kind: its index in the model, and its index among these first layers."""
     of_layer: dict[int, set[str]] = {}

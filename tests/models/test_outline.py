@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from agentspec import kernels
+from agentspec.engine.bundled import checkpoint_of
 from agentspec.models.attention import GatedAttention
-from agentspec.models.outline import META, outline
+from agentspec.models.outline import META, outline, weight_bytes
 from agentspec.models.quantization import Fp8Blocks
+from agentspec.models.registry import resolved_config
+from agentspec.models.tensors import random_parameters
 from benchmarks.published import CONFIGS, spec_of
 
 
@@ -38,3 +42,15 @@ def test_full_precision_layer_is_separate_kind() -> None:
     config = replace(config, quantization=Fp8Blocks(excluded=config.quantization.excluded | kept))
     model = outline(config, spec_of("27B", config, torch.bfloat16), dtype=torch.bfloat16, fp8_drafts=True)
     assert len(model._layers) == 3
+
+
+def test_weight_bytes_are_those_of_the_parameters_in_memory() -> None:
+    config = resolved_config(Path(checkpoint_of(None)), random_weights=True)
+    parameters = random_parameters(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=0)
+
+    assert weight_bytes(config, dtype=torch.bfloat16) == sum(weight.nbytes for weight in parameters.values())
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("27B", 54.6), ("27B-FP8", 29.9), ("35B-A3B-FP8", 36.6)])
+def test_weight_bytes_of_published_sizes(name: str, gigabytes: float) -> None:
+    assert weight_bytes(CONFIGS[name], dtype=torch.bfloat16) / 1e9 == pytest.approx(gigabytes, abs=0.05)
