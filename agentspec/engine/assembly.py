@@ -21,7 +21,7 @@ from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.ranks import DEFAULTS, RankOptions, Ranks
-from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, limited, refuse_weights
+from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, free_bytes, limited, refuse_weights
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline, weight_bytes
@@ -127,8 +127,7 @@ def assemble(
         tokenizer = beside.submit(Tokenizer.from_directory, model_dir)
         ahead = None
         if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            refuse_weights(config.model, weight_bytes(whole, dtype=dtype), free)
+            refuse_weights(config.model, weight_bytes(whole, dtype=dtype), free_bytes(device))
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
         grammars = None

@@ -174,9 +174,7 @@ class Settings:
         if self.config.memory_gib is not None:
             return int(self.config.memory_gib * 2**30)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # freed by loading
-            free, _ = torch.cuda.mem_get_info(self.device)
-            return int(max(free - self._graph_bytes(), 0) * GPU_MEMORY_SHARE)
+            return int(max(free_bytes(self.device) - self._graph_bytes(), 0) * GPU_MEMORY_SHARE)
         return CPU_MEMORY_BYTES
 
     def _graph_bytes(self) -> int:
@@ -191,10 +189,18 @@ class Settings:
         )
 
 
-def refuse_weights(model: str | None, weight_bytes: int, free_bytes: int) -> None:
-    """Raise ConfigError if the weights need more memory than the device has free. Nothing has been loaded yet."""
-    if weight_bytes > free_bytes:
-        needed, free, missing = (size / 2**30 for size in (weight_bytes, free_bytes, weight_bytes - free_bytes))
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, what nobody holds."""
+    torch.cuda.empty_cache()  # what loading, or an earlier engine, has freed
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def refuse_weights(model: str | None, needed_bytes: int, available_bytes: int) -> None:
+    """Raise ConfigError if the weights need more memory than there is. Nothing has been loaded yet."""
+    if needed_bytes > available_bytes:
+        sizes = needed_bytes, available_bytes, needed_bytes - available_bytes
+        needed, free, missing = (size / 2**30 for size in sizes)
         raise ConfigError(
             "model",
             model,
