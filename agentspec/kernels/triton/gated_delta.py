@@ -161,15 +161,15 @@ def _gates(raw, x_stride, rate, dt_bias, V: tl.constexpr, T: tl.constexpr):  # t
 
 
 @triton.jit
-def add_three(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
+def _add_three(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
     return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
 def _inner_products(q_XK, k_XK):  # type: ignore[no-untyped-def]
     """Return q . q, k . k and q . k, with one exchange between warps."""
-    sums = tl.reduce((q_XK * q_XK, k_XK * k_XK, q_XK * k_XK), 1, add_three)
-    return tl.reduce(sums, 0, add_three)
+    sums = tl.reduce((q_XK * q_XK, k_XK * k_XK, q_XK * k_XK), 1, _add_three)
+    return tl.reduce(sums, 0, _add_three)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.slots import RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
-from agentspec.kernels.triton.gated_delta import L2_EPS, add_three, softplus
+from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
 
 _ENTRY_CHUNK = 16
@@ -68,7 +68,6 @@ _descriptor = gl.shared_memory_descriptor
 _view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
 """Likewise."""
 _barrier = tl.debug_barrier
-_add_three = gluon.jit(add_three.fn)
 _softplus = gluon.jit(softplus.fn)
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
