@@ -166,3 +166,13 @@ class Driver:
 
     def _tensor(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.model.device)
+
+
+def every_output(model: Qwen3_5Model, prompt: Sequence[int]) -> list[Tensor]:
+    """Scores of a prompt and of a window behind it, what the MTP head makes of the window, and its scores."""
+    driver = Driver(model)
+    hidden_NH = driver.prefill(prompt)
+    driver.mtp_prefill(prompt, hidden_NH)
+    window_NH = driver.verify([[3, 1, 4]], [2])[0]
+    m_NH = driver.mtp([3, 1, 4], window_NH, len(prompt))
+    return [model.logits(hidden_NH), model.logits(window_NH), m_NH, model.draft_head(m_NH)]

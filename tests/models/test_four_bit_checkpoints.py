@@ -20,7 +20,7 @@ from agentspec.models.tensors import parameter_forms, random_parameters
 from agentspec.models.weights import Checkpoint
 from tests.fakes.four_bit_layouts import LAYOUTS
 from tests.fakes.loaded import load_model
-from tests.fakes.sequence_driver import Driver
+from tests.fakes.sequence_driver import Driver, every_output
 from tests.models.test_shards import together
 
 CPU = torch.device("cpu")
@@ -37,14 +37,8 @@ def config_of(directory: Path) -> TextConfig:
 
 
 def outputs(directory: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Scores of a prompt and of a window, and what the MTP head makes of them."""
     model = load_model(directory, device=CPU, dtype=dtype)
-    driver = Driver(model)
-    hidden_NH = driver.prefill(PROMPT)
-    driver.mtp_prefill(PROMPT, hidden_NH)
-    window_NH = driver.verify([[3, 1, 4]], [2])[0]
-    m_NH = driver.mtp([3, 1, 4], window_NH, len(PROMPT))
-    return [model.logits(hidden_NH), model.logits(window_NH), m_NH, model.draft_head(m_NH)]
+    return every_output(model, PROMPT)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

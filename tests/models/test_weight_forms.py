@@ -24,7 +24,7 @@ from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
 from tests.fakes.int8_rows import Int8Checkpoint, Int8Rows, quantize_rows
-from tests.fakes.sequence_driver import Driver
+from tests.fakes.sequence_driver import every_output
 
 CPU = torch.device("cpu")
 PROMPT = list(range(20))
@@ -156,12 +156,7 @@ def load(directory: Path, config: TextConfig) -> dict[str, Weight]:
 
 def outputs(directory: Path, config: TextConfig, parameters: dict[str, Weight]) -> list[Tensor]:
     model = Qwen3_5Model(config, model_spec(directory, config, torch.float32), dict(parameters), fp8_drafts=True)
-    driver = Driver(model)
-    hidden_NH = driver.prefill(PROMPT)
-    driver.mtp_prefill(PROMPT, hidden_NH)
-    window_NH = driver.verify([[3, 1, 4]], [2])[0]
-    m_NH = driver.mtp([3, 1, 4], window_NH, len(PROMPT))
-    return [model.logits(hidden_NH), model.logits(window_NH), m_NH, model.draft_head(m_NH)]
+    return every_output(model, PROMPT)
 
 
 @pytest.mark.parametrize(("family", "experts"), [("dense", None), ("moe", "split"), ("moe", "fused")])

@@ -98,7 +98,7 @@ def gated_delta_step(
 
 
 @triton.jit
-def conv_taps(conv_C4, channel, mask):  # type: ignore[no-untyped-def]
+def _conv_taps(conv_C4, channel, mask):  # type: ignore[no-untyped-def]
     """Return the four taps of each channel, float32, oldest token's first."""
     place = conv_C4 + channel * 4
     taps = ()
@@ -120,7 +120,7 @@ def _window(x, x_stride, past, channel, mask, C: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def convolved(window, t: tl.constexpr, taps):  # type: ignore[no-untyped-def]
+def _convolved(window, t: tl.constexpr, taps):  # type: ignore[no-untyped-def]
     """SiLU of the convolution at column t, float32."""
     y = window[t].to(tl.float32) * taps[0]
     for tap in tl.static_range(1, 4):
@@ -173,11 +173,11 @@ def _inner_products(q_XK, k_XK):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def queries_keys(q_window, k_window, q_taps, k_taps, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def _queries_keys(q_window, k_window, q_taps, k_taps, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (scaled queries, keys, their inner products) of every column, L2-normalized."""
     qs, ks, qks = (), (), ()
     for t in tl.static_range(T):
-        q, k = convolved(q_window, t, q_taps), convolved(k_window, t, k_taps)
+        q, k = _convolved(q_window, t, q_taps), _convolved(k_window, t, k_taps)
         qq, kk, qk = _inner_products(q, k)
         q_scale, k_scale = tl.rsqrt(qq + L2_EPS) * K**-0.5, tl.rsqrt(kk + L2_EPS)
         qs += (q * q_scale,)
@@ -187,7 +187,7 @@ def queries_keys(q_window, k_window, q_taps, k_taps, K: tl.constexpr, T: tl.cons
 
 
 @triton.jit
-def store_gated_norms(  # type: ignore[no-untyped-def]
+def _store_gated_norms(  # type: ignore[no-untyped-def]
     z, z_stride, norm_D, eps, o, out, key_head, T: tl.constexpr, V: tl.constexpr, REPEATS: tl.constexpr,
     D: tl.constexpr, IS_SILU: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
@@ -239,7 +239,7 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
     channel, mask = c // BLOCK_K * NUM_KEYS + key_head * K + c % BLOCK_K, c % BLOCK_K < K
     window = _window(x, x_stride, past, channel, mask, C, T)
 
-    store_gated_norms(x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS)
+    _store_gated_norms(x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS)
     tl.debug_barrier()  # a write row may be the row that other lanes read
     _store_conv_states(conv_R3C, conv_stride, write_rows, window, channel, mask, C, T)
 
@@ -266,9 +266,9 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
         2 * KEY_HEADS * K + head * D + d,
     )
     q_taps, k_taps, v_taps = (
-        conv_taps(conv_C4, q_channel, is_key),
-        conv_taps(conv_C4, k_channel, is_key),
-        conv_taps(conv_C4, v_channel, is_value),
+        _conv_taps(conv_C4, q_channel, is_key),
+        _conv_taps(conv_C4, k_channel, is_key),
+        _conv_taps(conv_C4, v_channel, is_value),
     )
     rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
     await_previous(PDL)
@@ -283,11 +283,11 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
     k_window = _window(x, x_stride, past, k_channel, is_key, C, T)
     v_window = _window(x, x_stride, past, v_channel, is_value, C, T)
     betas, decays = _gates(x + C + V * D + head, x_stride, rate, dt_bias, V, T)
-    qs, ks, qks = queries_keys(q_window, k_window, q_taps, k_taps, K, T)
+    qs, ks, qks = _queries_keys(q_window, k_window, q_taps, k_taps, K, T)
     write_rows, vs = (), ()
     for t in tl.static_range(T):
         write_rows += (tl.load(write_rows_BT + slot * T + t),)
-        vs += (convolved(v_window, t, v_taps),)
+        vs += (_convolved(v_window, t, v_taps),)
     tl.debug_barrier()  # a write row may be the row that other lanes read
     _store_conv_states(conv_R3C, conv_stride, write_rows, v_window, v_channel, is_value, C, T)
 
