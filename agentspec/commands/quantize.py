@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,30 +18,19 @@ import torch
 from safetensors import SafetensorError
 
 from agentspec import kernels
+from agentspec.commands.tables import aligned
 from agentspec.engine import bundled
 from agentspec.errors import CheckpointError
 from agentspec.files import read_object
 from agentspec.models.hf_config import TextConfig, load_text_config
-from agentspec.models.quantised.recipes import (
-    INT4_GROUPS,
-    RECIPES,
-    Form,
-    Recipe,
-    alike,
-    compressed_config,
-    official_config,
-)
+from agentspec.models.quantised.recipes import INT4_GROUPS, RECIPES, Decisions, Form, Recipe
 from agentspec.models.quantization import canonical_name
 from agentspec.models.shard_files import ShardFiles, write_json
-from agentspec.models.stored import PARTS, part_of
+from agentspec.models.stored import part_of, place
 from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, Checkpoint, resolve_checkpoint
 
 CONFIG_FILE = "config.json"
 
-_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Projections of each expert in a stack, by the stack's last name."""
-_MTP = r"re:mtp\..*"
-_PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
 _PIECE = 2**22
 """Values that are rounded at once, so that what that takes beside its result doesn't grow with the matrix."""
 
@@ -87,17 +75,11 @@ class Summary:
     def lines(self) -> Iterator[str]:
         """A table for people: bytes before and after, and the root of the squared error relative to the squared
         values."""
-        order = [part for part, _ in PARTS]
         cells = [("part", "stored as", "MB before", "MB after", "error")]
-        for (part, form), row in sorted(self.rows.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])):
+        for (part, form), row in sorted(self.rows.items(), key=lambda entry: place(entry[0])):
             error = f"{math.sqrt(row.squared_error / row.squares):.2%}" if row.squares else "-"
             cells.append((part, form, f"{row.bytes_before / 1e6:,.1f}", f"{row.bytes_after / 1e6:,.1f}", error))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for row_cells in cells:
-            yield "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row_cells, widths, strict=True))
-            )
+        yield from aligned(cells, num_left=2)
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -113,7 +95,7 @@ def quantize(source: Path, destination: Path, target: str = "fp8") -> Summary:
     if not destination.parent.is_dir():
         raise CheckpointError(f"{destination.parent}: no such directory")
     config = load_text_config(source)
-    if config.quantization is not None and not (config.quantization.is_official and target != "fp8"):
+    if config.quantization is not None and not recipe.reads(config.quantization):
         form = "in 8 bits" if config.quantization.is_official else "quantised"
         raise CheckpointError(f"{source}: is {form} already (quantization_config)")
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
@@ -142,17 +124,12 @@ class _Conversion:
     of experts that is split one matrix, beside what waits to be written."""
 
     def __init__(self, checkpoint: Checkpoint, config: TextConfig, recipe: Recipe, files: ShardFiles) -> None:
-        self.summary = Summary(notes=[] if recipe.warning is None else [recipe.warning])
+        self._decisions = Decisions(recipe)
+        self.summary = Summary(notes=self._decisions.notes)
         self._checkpoint = checkpoint
         self._recipe = recipe
         self._files = files
         self._sources = checkpoint.layout(config).sources
-        self._forms: dict[str, Form] = {}
-        """Of the quantised modules, by canonical name."""
-        self._kept: set[str] = set()
-        """Modules in full precision, by their names in the files."""
-        self._kept_linears: set[str] = set()
-        """Those of them that may be linear layers; or expressions for several."""
 
     def run(self) -> dict[str, object]:
         """Write all tensors; return the quantization_config. Raises CheckpointError if nothing can be quantised, or
@@ -163,13 +140,12 @@ class _Conversion:
             if canonical_name(name) not in multipliers:
                 self._convert(name)
         self._files.finish()
-        if self._recipe.is_official:
-            return official_config(self._kept)
-        if not self._forms:
+        quantization = self._decisions.config()
+        if quantization is None:
             raise CheckpointError(
                 f"nothing can be quantised: no matrix has columns in whole groups of {INT4_GROUPS[-1]}"
             )
-        return compressed_config(self._forms, self._kept_linears)
+        return quantization
 
     def _convert(self, name: str) -> None:
         """Write what becomes of a stored tensor, and count what is read."""
@@ -183,12 +159,12 @@ class _Conversion:
 
     def _parts(self, name: str) -> Iterator[tuple[str, kernels.Weight]]:
         """A stored tensor, or each expert's projections of a stack that is quantised, with the names that they get."""
-        prefix, _, kind = name.rpartition(".")
-        if not self._recipe.covers(canonical_name(f"{prefix}.0.{_EXPERT_PARTS.get(kind, (kind,))[0]}.weight")):
+        parts = self._recipe.splits(name)
+        if not parts:
             yield name, self._read(name)
             return
+        prefix = name.rpartition(".")[0]
         num_experts, num_rows, _ = self._sources[canonical_name(name)].shape
-        parts = _EXPERT_PARTS[kind]
         width = num_rows // len(parts)
         for expert in range(num_experts):
             for index, part in enumerate(parts):
@@ -205,11 +181,7 @@ class _Conversion:
         """Write a weight in the recipe's form; return the row of the summary that it belongs to, without what was
         read."""
         canonical = canonical_name(name)
-        form = self._recipe.form(canonical, weight.shape[-1]) if weight.shape else None
-        if form is None:
-            self._keep(name, weight)
-        else:
-            self._forms[canonical.removesuffix(".weight")] = form
+        form = self._decisions.form(name, weight.shape)
         label = form.label if form else "bfloat16" if weight.is_quantized else weight.form_name
         row = self.summary.rows[part_of(canonical), label]
         if form is None and not weight.is_quantized:
@@ -223,24 +195,6 @@ class _Conversion:
             self._files.add(tensor_name, tensor)
             row.bytes_after += tensor.nbytes
         return row
-
-    def _keep(self, name: str, weight: kernels.Weight) -> None:
-        """Note a tensor in full precision."""
-        canonical, module = canonical_name(name), _PARAMETER_SUFFIX.sub("", name)
-        if module != name:
-            self._kept.add(module)
-        if self._recipe.covers(canonical):
-            expression = alike(canonical.removesuffix(".weight"))
-            if expression not in self._kept_linears:
-                self.summary.notes.append(
-                    f"{module} and its like stay in full precision: their {weight.shape[-1]} columns aren't whole "
-                    f"groups of {' or '.join(map(str, INT4_GROUPS))}"
-                )
-            self._kept_linears.add(expression)
-        elif canonical.startswith("mtp."):
-            self._kept_linears.add(_MTP)
-        elif name.endswith(".weight") and len(weight.shape) == 2:
-            self._kept_linears.add(module)
 
 
 def _rounded(name: str, weight: kernels.Weight, form: Form | None, row: _Row) -> kernels.Weight:

@@ -51,6 +51,12 @@ def draft_rows(
     return kernels.Plain(_gathered_rows(head_VH, ids, mine, group)), ids_O
 
 
+def draft_head_bytes(rows: kernels.Weight, ids_O: Tensor | None, head_VH: Tensor) -> int:
+    """Memory of a draft head besides the target head: its rows, where they aren't a view of it, and their tokens."""
+    is_view = rows.values.untyped_storage()._cdata == head_VH.untyped_storage()._cdata
+    return (0 if is_view else rows.nbytes) + (0 if ids_O is None else ids_O.nbytes)
+
+
 def _share(num_ids: int, group: kernels.Group | None) -> slice:
     """A rank's run of the draft head's ids: all equal but the last, in whole blocks of multipliers if every rank then
     has some. With too few ids the last ranks repeat the last id, so that every rank has one."""

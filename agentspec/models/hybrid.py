@@ -16,7 +16,7 @@ from torch.nn.functional import embedding
 from agentspec import kernels
 from agentspec.models.attention import GatedAttention
 from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
-from agentspec.models.heads import draft_rows, rows_of_tied_head
+from agentspec.models.heads import draft_head_bytes, draft_rows, rows_of_tied_head
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import Mixer, SwiGLU, rope_table
 from agentspec.models.moe import MixtureOfExperts
@@ -190,10 +190,7 @@ class HybridModel(ABC):
     def limit_drafts(self, ids: Sequence[int]) -> int:
         rows_OH, self._draft_ids_O = self._draft_rows(ids)
         self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
-        num_bytes = 0 if self._draft_ids_O is None else self._draft_ids_O.nbytes
-        if self.fp8_drafts or not _is_part(rows_OH.values, self._head_VH):
-            num_bytes += self._draft_head_OH.nbytes
-        return num_bytes
+        return draft_head_bytes(self._draft_head_OH, self._draft_ids_O, self._head_VH)
 
     def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Plain, Tensor | None]:
         embedding_VH = self._embedding_VH if self._tied else None
@@ -229,8 +226,3 @@ class HybridModel(ABC):
         for layer, memory, next_norm in zip(self._layers, self.pools.layers, next_norms, strict=False):
             x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm, next_norm)
         return x_NH
-
-
-def _is_part(part: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor takes no memory besides that of another."""
-    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -60,9 +60,15 @@ def load_model(
 
 def refuse_device(config: TextConfig, device: torch.device) -> None:
     """Raise ConfigError for a checkpoint whose weights no kernel of the device takes."""
-    reason = None if config.quantization is None else config.quantization.cpu_only
+    reason = why_cpu_only(config)
     if reason is not None and device.type != "cpu":
-        raise ConfigError("device", device.type, f"{reason} run on the CPU reference only so far")
+        raise ConfigError("device", device.type, reason)
+
+
+def why_cpu_only(config: TextConfig) -> str | None:
+    """Why no GPU runs a checkpoint; None: GPUs do."""
+    reason = None if config.quantization is None else config.quantization.cpu_only
+    return None if reason is None else f"{reason} run on the CPU reference only so far"
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:

@@ -28,17 +28,29 @@ PARTS = (
 
 def describe(config: TextConfig, parameters: Mapping[str, kernels.Weight], notes: Sequence[str] = ()) -> str:
     """The form of each part, its bytes, the bytes that a token reads, and the notes: for people, on one line."""
-    sizes: dict[str, dict[str, int]] = {}
-    read = 0
-    for name, weight in parameters.items():
-        part = part_of(name)
-        of_form = sizes.setdefault(weight.form_name, {})
-        of_form[part] = of_form.get(part, 0) + weight.nbytes
-        read += _read_bytes(config, part, weight.nbytes)
+    read = sum(_read_bytes(config, part_of(name), weight.nbytes) for name, weight in parameters.items())
+    by_form: dict[str, dict[str, int]] = {}
+    for (part, form), num_bytes in sizes(parameters).items():
+        by_form.setdefault(form, {})[part] = num_bytes
     forms = []
-    for form, parts in sorted(sizes.items(), key=lambda entry: -sum(entry[1].values())):
+    for form, parts in sorted(by_form.items(), key=lambda entry: -sum(entry[1].values())):
         forms.append(f"{form}: {', '.join(parts)} ({_size(sum(parts.values()))})")
     return "; ".join([*forms, f"a token reads {_size(read)}", *notes])
+
+
+def sizes(parameters: Mapping[str, kernels.Weight]) -> dict[tuple[str, str], int]:
+    """Bytes in memory by part (one of PARTS) and form, in words."""
+    found: dict[tuple[str, str], int] = {}
+    for name, weight in parameters.items():
+        key = part_of(name), weight.form_name
+        found[key] = found.get(key, 0) + weight.nbytes
+    return found
+
+
+def place(key: tuple[str, str]) -> tuple[int, str]:
+    """Sorts parts and forms as tables for people have them. key: as in `sizes`."""
+    part, form = key
+    return [name for name, _ in PARTS].index(part), form
 
 
 def part_of(name: str) -> str:

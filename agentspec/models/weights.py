@@ -187,19 +187,27 @@ class Checkpoint:
         first quantised tensor with a value that isn't finite: kernels would read its code as a large number."""
         rank_config(config, rank)  # raises with the config's own names
         layout = self.layout(config, rank.count)
-        schemes = self._schemes_as_stored(layout)
-        parameters: dict[str, kernels.Weight] = {}
-        for name, parameter in layout.parameters.items():
-            block_rows = layout.block_rows.get(name, kernels.SCALE_BLOCK)
-            parameters[name] = empty_parameter(
-                name, parameter, schemes.get(name), device=device, dtype=dtype, block_rows=block_rows, rank=rank
-            )
+        parameters = self.empty_parameters(layout, device=device, dtype=dtype, rank=rank)
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
             self._refuse_values(source.tensors(name))
             for parameter_name, region, part in self._parts(name, source, layout, rank):
                 parameters[parameter_name].fill(region, part)
         progress(STAGE, len(layout.sources), len(layout.sources))
+        return parameters
+
+    def empty_parameters(
+        self, layout: Layout, *, device: torch.device, dtype: torch.dtype, rank: Rank = SINGLE_RANK
+    ) -> dict[str, kernels.Weight]:
+        """A rank's part of all parameters, uninitialised, in the forms in which `load` fills them; reads no tensor.
+        Raises CheckpointError like `load`."""
+        schemes = self._schemes_as_stored(layout)
+        parameters = {}
+        for name, parameter in layout.parameters.items():
+            block_rows = layout.block_rows.get(name, kernels.SCALE_BLOCK)
+            parameters[name] = empty_parameter(
+                name, parameter, schemes.get(name), device=device, dtype=dtype, block_rows=block_rows, rank=rank
+            )
         return parameters
 
     def _parts(

@@ -1,14 +1,15 @@
 """What `agentspec quantize` can write: the form of each module for each of its targets, the tensors of that form, and
 the `quantization_config` that says so.
 
-Knows no file. How values are rounded is in the kernels; the readers of these layouts are `compressed_tensors.py` and
+Knows no file: `commands/quantize.py` decides about the tensors that it reads, `models/outline.py` about those of a
+config alone. How values are rounded is in the kernels; the readers of these layouts are `compressed_tensors.py` and
 `models/quantization.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,7 +19,13 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.models.quantised import compressed_tensors
 from agentspec.models.quantised.schemes import beside
-from agentspec.models.quantization import QUANTIZATION_FIELDS, SCALE_SUFFIX, is_convertible
+from agentspec.models.quantization import (
+    QUANTIZATION_FIELDS,
+    SCALE_SUFFIX,
+    Quantization,
+    canonical_name,
+    is_convertible,
+)
 
 INT4_GROUPS = (128, 32)
 """Columns that share a scale of int4: the first of these that divides a matrix. Other engines have kernels for both."""
@@ -28,6 +35,11 @@ _MIXER = re.compile(
     r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj))\.weight"
 )
 _HEAD = re.compile(r"lm_head\.weight")
+_MTP = r"re:mtp\..*"
+_PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
+
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections of each expert in a stack, by the stack's last name."""
 
 
 class Form(Protocol):
@@ -160,6 +172,17 @@ class Recipe:
         """Whether a parameter is quantised if its columns are whole groups."""
         return any(is_meant(name) for is_meant, _ in self.choices)
 
+    def reads(self, quantization: Quantization | None) -> bool:
+        """Whether a source that is stored so can be quantised."""
+        return quantization is None or (quantization.is_official and not self.is_official)
+
+    def splits(self, name: str) -> tuple[str, ...]:
+        """The projections of each expert that are tensors of their own in the result, for a stack; none where it stays
+        a stack, and for other tensors. name: in the file."""
+        prefix, _, kind = name.rpartition(".")
+        parts = EXPERT_PARTS.get(kind, ())
+        return parts if parts and self.covers(canonical_name(f"{prefix}.0.{parts[0]}.weight")) else ()
+
     def form(self, name: str, num_columns: int) -> Form | None:
         """The form of a parameter; None: full precision."""
         return next((choose(num_columns) for is_meant, choose in self.choices if is_meant(name)), None)
@@ -182,10 +205,52 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def official_config(kept: Iterable[str]) -> dict[str, object]:
-    """The `quantization_config` of the family's own format. kept: modules in full precision, by their names in the
-    file."""
-    return OfficialFp8().config() | {"modules_to_not_convert": sorted(kept)}
+class Decisions:
+    """What a recipe makes of each tensor of a checkpoint, and the `quantization_config` that says so."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.notes: list[str] = [] if recipe.warning is None else [recipe.warning]
+        """For people."""
+        self._recipe = recipe
+        self._forms: dict[str, Form] = {}
+        """Of the quantised modules, by canonical name."""
+        self._kept: set[str] = set()
+        """Modules in full precision, by their names in the files."""
+        self._kept_linears: set[str] = set()
+        """Those of them that may be linear layers; or expressions for several."""
+
+    def form(self, name: str, shape: Sequence[int]) -> Form | None:
+        """Decide about a tensor by its name in the file: its form; None: full precision."""
+        canonical = canonical_name(name)
+        form = self._recipe.form(canonical, shape[-1]) if shape else None
+        if form is None:
+            self._keep(name, canonical, shape)
+        else:
+            self._forms[canonical.removesuffix(".weight")] = form
+        return form
+
+    def config(self) -> dict[str, object] | None:
+        """The `quantization_config`; None: nothing is quantised."""
+        if self._recipe.is_official:
+            return OfficialFp8().config() | {"modules_to_not_convert": sorted(self._kept)}
+        return compressed_config(self._forms, self._kept_linears) if self._forms else None
+
+    def _keep(self, name: str, canonical: str, shape: Sequence[int]) -> None:
+        module = _PARAMETER_SUFFIX.sub("", name)
+        if module != name:
+            self._kept.add(module)
+        if self._recipe.covers(canonical):
+            expression = alike(canonical.removesuffix(".weight"))
+            if expression not in self._kept_linears:
+                self.notes.append(
+                    f"{module} and its like stay in full precision: their {shape[-1]} columns aren't whole "
+                    f"groups of {' or '.join(map(str, INT4_GROUPS))}"
+                )
+            self._kept_linears.add(expression)
+        elif canonical.startswith("mtp."):
+            self._kept_linears.add(_MTP)
+        elif name.endswith(".weight") and len(shape) == 2:
+            self._kept_linears.add(module)
 
 
 def compressed_config(forms: Mapping[str, Form], kept: Iterable[str]) -> dict[str, object]:
