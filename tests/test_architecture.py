@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 PUBLIC_NAMES = ("config", "engine.in_process", "errors", "types", "wire")
 """Modules whose names the package exports."""
 
-ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "engine.bundled", "engine.settings")
+ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "engine.bundled", "engine.settings", "engine.fit")
 """Rooms that an engine consists of. Its process loads no server."""
 
 NARROW: dict[str, tuple[str, ...]] = {
@@ -67,6 +67,7 @@ NARROW: dict[str, tuple[str, ...]] = {
     "engine.text_process": (*FOUNDATION, "engine.heap", "engine.link", "text", "engine.text_link"),
     "engine.remote_text": (*FOUNDATION, "engine.link", "engine.remote", "server", "text", "engine.text_link"),
     "engine.settings": (*ROOMS["runtime"], "runtime"),
+    "engine.fit": (*ROOMS["runtime"], "runtime", "engine.settings"),
     "engine.rank_link": (*FOUNDATION, "runtime"),
     "engine.ranks": (*ENGINE_ROOMS, "engine.rank_link"),
     "engine.rank_process": (*ENGINE_ROOMS, "engine.assembly", "engine.link", "engine.rank_link", "engine.ranks"),

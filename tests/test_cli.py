@@ -42,6 +42,7 @@ FLAGS = {
         "--queue-timeout", "--request-timeout", "--root-path",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
+    "memory": ENGINE_FLAGS | {"checkpoint", "--config", "--card-gib", "--tokens"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival",
         "--speed", "--tool-delay", "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html",

@@ -78,13 +78,29 @@ def build_parser() -> argparse.ArgumentParser:
         help="simulate scheduler and cache only, with the costs of a named model (27b, 27b-bf16-state, ...)",
     )
     add_engine_arguments(replay)
-    for command in (serve, warm, replay):
+    importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
+    memory = commands.add_parser("memory", help="say what a GPU of some size would hold of a model; needs no GPU")
+    memory.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model; its weights aren't read")
+    memory.add_argument(
+        "--card-gib",
+        action="append",
+        type=float,
+        metavar="N",
+        help="memory of the GPU in GiB; may be repeated (default: 24)",
+    )
+    memory.add_argument(
+        "--tokens",
+        type=int,
+        metavar="C",
+        help="prompt and output of the requests that are counted (default: 16384, or the model's context if shorter)",
+    )
+    add_engine_arguments(memory)
+    for command in (serve, warm, replay, memory):
         command.add_argument(
             "--config",
             metavar="FILE",
             help="TOML file of flags, such as max-running = 8; the command line takes precedence",
         )
-    importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
     quantize = commands.add_parser("quantize", help="quantize a checkpoint's linear layers and experts to 8 or 4 bits")
     quantize.add_argument(
         "source", metavar="SRC", help="checkpoint directory or hub id, in full precision (int4, mixed4: or in FP8)"
@@ -139,8 +155,8 @@ def _apply_config_file(args: argparse.Namespace, argv: Sequence[str] | None) -> 
     file, key and value."""
     parser = build_parser()
     (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    # `warm` accepts and ignores the server's flags, so that a container image needs one file for `warm` and `serve`.
-    beside = commands["serve"] if args.command == "warm" else None
+    # `warm` and `memory` accept and ignore the server's flags, so that they and `serve` can share one file.
+    beside = commands["serve"] if args.command in ("warm", "memory") else None
     found = config_file.read_flags(args.config, commands[args.command], command=args.command, beside=beside)
     config_file.without_defaults(commands[args.command])
     given = config_file.given_flags(args, parser.parse_args(argv))
@@ -173,6 +189,9 @@ def _run(args: argparse.Namespace) -> int:
         return int(
             _load("agentspec.commands.warm").run(dataclasses.replace(config, model=served_model(args)), args.target)
         )
+    if args.command == "memory":
+        config = dataclasses.replace(config, model=served_model(args))
+        return int(_load("agentspec.commands.memory").run(config, args.card_gib, args.tokens))
     if args.dry_run is not None:
         return int(_load("agentspec.commands.dry_run").run(args, config))
     if args.output == "forced":

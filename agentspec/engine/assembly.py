@@ -20,6 +20,7 @@ import torch
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
+from agentspec.engine.fit import Needs, what_would_fit
 from agentspec.engine.ranks import DEFAULTS, RankOptions, Ranks
 from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, free_bytes, limited, refuse_weights
 from agentspec.errors import AgentspecError, ConfigError
@@ -127,7 +128,13 @@ def assemble(
         tokenizer = beside.submit(Tokenizer.from_directory, model_dir)
         ahead = None
         if device.type == "cuda":
-            refuse_weights(config.model, weight_bytes(whole, dtype=dtype), free_bytes(device))
+            free = free_bytes(device)
+            refuse_weights(
+                config.model,
+                weight_bytes(whole, dtype=dtype),
+                free,
+                lambda: what_would_fit(Needs.of_config(config, model_spec(model_dir, whole, dtype), whole), free),
+            )
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
         grammars = None

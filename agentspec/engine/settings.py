@@ -5,7 +5,7 @@ Raises ConfigError for a setting that doesn't fit. Builds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -60,9 +60,16 @@ class Settings:
 
     @classmethod
     def resolve(
-        cls, config: EngineConfig, spec: ModelSpec, device: torch.device, *, given: MemoryPlan | None = None
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        device: torch.device,
+        *,
+        given: MemoryPlan | None = None,
+        free: int | None = None,
     ) -> Self:
-        """given: the memory, where it is not planned by the settings."""
+        """given: the memory, where it is not planned by the settings. free: bytes of a GPU that nobody holds; None: the
+        device says."""
         has_ring = _has_ring(config, spec, device)
         max_draft_tokens = _max_draft_tokens(config, spec, has_ring=has_ring)
         settings = cls(
@@ -78,7 +85,7 @@ class Settings:
             return settings
         num_slots = choose_slots(
             spec,
-            lambda num_slots: replace(settings, max_running=num_slots)._memory_bytes(),
+            lambda num_slots: replace(settings, max_running=num_slots).memory_bytes(free),
             max_draft_tokens=settings.max_drafts,
             least=CPU_MAX_RUNNING,
             ring=settings.ring,
@@ -132,13 +139,13 @@ class Settings:
         max_gap = DEFAULT_MAX_GAP if config.max_gap_seconds is None else config.max_gap_seconds
         return GapPace(max_gap, block_tokens=block_tokens)
 
-    def plan_memory(self, given: MemoryPlan | None) -> MemoryPlan:
+    def plan_memory(self, given: MemoryPlan | None, free: int | None = None) -> MemoryPlan:
         """Rows and pages for the memory left by everything already on the device and by the graphs to come. A `given`
-        plan is kept; it only gets a host tier if the settings ask for one."""
+        plan is kept; it only gets a host tier if the settings ask for one. free: as for `resolve`."""
         config = self.config
         memory = given or plan_memory(
             limited(self.spec, config),
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=self.memory_bytes(free),
             max_running=self.max_running,
             max_draft_tokens=self.max_drafts,
             ring=self.ring,
@@ -169,15 +176,16 @@ class Settings:
             )
         return host
 
-    def _memory_bytes(self) -> int:
-        """Memory for rows and pages."""
+    def memory_bytes(self, free: int | None = None) -> int:
+        """Memory for rows and pages. free: as for `resolve`."""
         if self.config.memory_gib is not None:
             return int(self.config.memory_gib * 2**30)
         if self.device.type == "cuda":
-            return int(max(free_bytes(self.device) - self._graph_bytes(), 0) * GPU_MEMORY_SHARE)
+            left = (free_bytes(self.device) if free is None else free) - self.graphs_bytes()
+            return int(max(left, 0) * GPU_MEMORY_SHARE)
         return CPU_MEMORY_BYTES
 
-    def _graph_bytes(self) -> int:
+    def graphs_bytes(self) -> int:
         """Estimated device memory of the graphs to come."""
         if self.why_eager is not None:
             return 0
@@ -196,8 +204,11 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def refuse_weights(model: str | None, needed_bytes: int, available_bytes: int) -> None:
-    """Raise ConfigError if the weights need more memory than there is. Nothing has been loaded yet."""
+def refuse_weights(
+    model: str | None, needed_bytes: int, available_bytes: int, advice: Callable[[], str] = lambda: ""
+) -> None:
+    """Raise ConfigError if the weights need more memory than there is. Nothing has been loaded yet. advice: what would
+    fit, in words."""
     if needed_bytes > available_bytes:
         sizes = needed_bytes, available_bytes, needed_bytes - available_bytes
         needed, free, missing = (size / 2**30 for size in sizes)
@@ -205,7 +216,7 @@ def refuse_weights(model: str | None, needed_bytes: int, available_bytes: int) -
             "model",
             model,
             f"its weights take {needed:.1f} GiB and the device has {free:.1f} GiB free: {missing:.1f} GiB are missing, "
-            "before state rows and KV pages",
+            f"before state rows and KV pages{'; ' if (words := advice()) else ''}{words}",
         )
 
 
@@ -222,9 +233,15 @@ def device_of(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device", "cuda", "no CUDA device is available")
-    if available and config.device != "cpu" and config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
+    if available and config.device != "cpu":
+        refuse_ranks(config)
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def refuse_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError for several ranks on GPUs."""
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
 
 
 def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""A model without memory: one layer of each kind on the device type "meta", used to find out which kernels the whole
-model would launch.
+"""A model without memory, on the device type "meta": one layer of each kind, used to find out which kernels the whole
+model would launch; and all parameters, used to find out what they take.
 
 Knows configs and the forms of parameters. The runtime decides what to do with the outline.
 """
@@ -12,7 +12,10 @@ from dataclasses import replace
 import torch
 
 from agentspec import kernels
+from agentspec.models.checkpoint_layout import checkpoint_layout
 from agentspec.models.hf_config import LayerType, TextConfig
+from agentspec.models.quantised.parse import parse_quantization
+from agentspec.models.quantised.recipes import RECIPES, Decisions
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.tensors import empty_parameter, parameter_forms, quantized_schemes
@@ -49,14 +52,40 @@ def outline(
     return Qwen3_5Model(config, spec, parameters, fp8_drafts=fp8_drafts, group=group)
 
 
-def weight_bytes(config: TextConfig, *, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> int:
-    """Memory of a rank's part of all parameters as a GPU holds them, from the config alone: a CPU may hold quantised
-    ones in a wider form. Copies for drafting are not included."""
+def parameters_of(config: TextConfig, *, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> dict[str, kernels.Weight]:
+    """A rank's part of all parameters as a GPU holds them, from the config alone: a CPU may hold quantised ones in a
+    wider form."""
     quantized = quantized_schemes(config)
-    return sum(
-        empty_parameter(name, parameter, quantized.get(name), device=META, dtype=dtype, rank=rank).nbytes
+    return {
+        name: empty_parameter(name, parameter, quantized.get(name), device=META, dtype=dtype, rank=rank)
         for name, parameter in parameter_forms(config, rank.count).items()
-    )
+    }
+
+
+def weight_bytes(config: TextConfig, *, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> int:
+    """Memory of `parameters_of`. Copies for drafting are not included."""
+    return sum(weight.nbytes for weight in parameters_of(config, dtype=dtype, rank=rank).values())
+
+
+def quantized_as(config: TextConfig, target: str) -> TextConfig | None:
+    """The config of what `agentspec quantize --to TARGET` makes of a checkpoint with this config; None: it refuses the
+    checkpoint, or finds nothing to quantise.
+
+    target: one of RECIPES."""
+    recipe = RECIPES[target]
+    if not recipe.reads(config.quantization):
+        return None
+    plain = replace(config, quantization=None)
+    decisions = Decisions(recipe)
+    for name, source in checkpoint_layout(plain, set()).sources.items():
+        # All experts have one form, so the first one stands for them.
+        parts = [f"{name.rpartition('.')[0]}.0.{part}.weight" for part in recipe.splits(name)]
+        for part in parts or [name]:
+            decisions.form(part, source.shape[-2:] if parts else source.shape)
+    quantization = decisions.config()
+    if quantization is None:
+        return None
+    return replace(plain, quantization=parse_quantization({"quantization_config": quantization}, {}, target))
 
 
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:

@@ -49,6 +49,43 @@ class MemoryPlan:
     """Rows and pages in host memory for checkpoints evicted from the device; None: no host tier."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Concurrency:
+    """How many requests of one length each part of a memory plan allows."""
+
+    pages: int
+    rows: int
+    slots: int
+
+    @property
+    def requests(self) -> int:
+        """How many can run at the same time."""
+        return min(self.pages, self.rows, self.slots)
+
+
+def concurrency(
+    plan: MemoryPlan,
+    num_tokens: int,
+    *,
+    max_running: int,
+    max_draft_tokens: int,
+    block_tokens: int,
+    has_ring: bool = False,
+) -> Concurrency:
+    """num_tokens: of each request, prompt and output; none has a cached prefix in common with another. Checkpoints are
+    evicted where pages are needed."""
+    return Concurrency(
+        pages=(plan.num_pages - 1) // pages_of_sequence(num_tokens, max_draft_tokens, block_tokens),
+        rows=(plan.num_rows - RESERVED) // rows_of_request(max_draft_tokens, has_ring=has_ring),
+        slots=max_running,
+    )
+
+
+def pages_of_sequence(num_tokens: int, max_draft_tokens: int, block_tokens: int) -> int:
+    """Pages of a sequence, with the window that a step may write beyond its end."""
+    return -(-(num_tokens + 2 * (max_draft_tokens + 1)) // block_tokens)
+
+
 def longest_sequence(num_pages: int, max_draft_tokens: int, block_tokens: int) -> int:
     """Tokens that fit into all pages but the scratch page, minus the window that a step may write beyond the end."""
     return (num_pages - 1) * block_tokens - 2 * (max_draft_tokens + 1)
@@ -101,7 +138,7 @@ def plan_memory(
             f"at least {math.ceil(least / 2**30 * 1000) / 1000} GiB",
         )
     left = memory_bytes - base
-    whole_contexts = max_running * -(-(spec.max_context + 2 * (max_draft_tokens + 1)) // spec.block_tokens)
+    whole_contexts = max_running * pages_of_sequence(spec.max_context, max_draft_tokens, spec.block_tokens)
     num_pages = max(2 * max_running + 1, _pages_of(spec, left))
     checkpoint_rows = max_running + max(0, left - num_pages * spec.page_bytes) // spec.row_bytes
     # The tree holds at most one checkpoint per page, and memory for many times all contexts is useless.
