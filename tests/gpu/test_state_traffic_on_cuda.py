@@ -123,7 +123,7 @@ def test_replayed_step_copies_no_state(timeline: Timeline) -> None:
     )
     unknown = calls.keys() - ours - copies.keys() - foreign.keys()
     assert not unknown, "kernels that are neither ours nor torch's"
-    assert {"_gated_delta_step", "_commit_window", "_publish_drafts"} <= calls.keys()
+    assert {"_gated_delta_ring_step", "_commit_window", "_publish_drafts"} <= calls.keys()
     strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
     assert not strange
     assert sum(foreign.values()) <= MAX_TORCH_KERNELS * NUM_STEPS, foreign
