@@ -185,8 +185,8 @@ def test_engine_flags_change_the_plan(capsys: pytest.CaptureFixture[str], tmp_pa
     ("name", "gib", "words"),
     [
         ("27B", 48, "12.03 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weig"),
-        ("27B", 32, "--to mixed4 with 20.2 GiB of weights, --to int4 with 16.9 GiB of weights (4-bit weights run on"),
-        ("27B", 24, "--to int4 with 16.9 GiB of weights and --max-running 4 (4-bit weights"),
+        ("27B", 32, "--to mixed4 with 20.2 GiB of weights, --to int4 with 16.9 GiB of weights\n"),
+        ("27B", 24, "--to int4 with 16.9 GiB of weights and --max-running 4\n"),
         ("27B", 58, "2.03 GiB are missing; --max-running 4 would fit; `agentspec quantize` makes"),
         ("27B", 8, "makes nothing that would fit: the least is --to int4 with 16.9 GiB of weights"),
         ("122B-A10B-FP8", 100, "`agentspec quantize` makes what would fit: --to mixed4 with 65.0 GiB of weights"),
@@ -201,14 +201,14 @@ def test_a_model_that_does_not_fit_is_answered_with_what_would(
     assert "on a GPU of" not in table
 
 
-def test_a_checkpoint_in_4_bits_has_no_smaller_form_and_says_that_gpus_refuse_it(
+def test_a_checkpoint_in_4_bits_has_no_smaller_form_and_says_that_gpus_refuse_its_experts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, written = write_checkpoint(tmp_path / "m", "dense", **SIZES | OF_FAMILY["dense"]), tmp_path / "int4"
+    source, written = write_checkpoint(tmp_path / "m", "moe", **SIZES | OF_FAMILY["moe"]), tmp_path / "int4"
     assert cli.main(["quantize", str(source), str(written), "--to", "int4"]) == 0
     capsys.readouterr()
     table = shown(capsys, str(written), "--card-gib", "1.01")
-    assert "note: 4-bit weights run on the CPU reference only so far" in table
+    assert "note: 4-bit experts (model.layers.0.mlp.experts.gate_up_proj) run on the CPU reference only so far" in table
     assert what_would_fit(needs_of(written), 0) == ""
 
 

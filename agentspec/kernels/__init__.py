@@ -32,6 +32,7 @@ from agentspec.kernels.backend import (
     RopeTable,
 )
 from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, quantize_int4, unpack
+from agentspec.kernels.four_bit_tiles import FourBitTiles, has_tiles
 from agentspec.kernels.group import GatheredGroup, Group, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
@@ -65,6 +66,7 @@ __all__ = [
     "DeltaWeights",
     "FourBit",
     "FourBitForm",
+    "FourBitTiles",
     "GatheredGroup",
     "Group",
     "KernelCompiler",
@@ -80,6 +82,7 @@ __all__ = [
     "Weight",
     "backend",
     "compiler",
+    "has_tiles",
     "mix_experts",
     "pack",
     "quantize_blocks",

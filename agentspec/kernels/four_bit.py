@@ -140,6 +140,16 @@ class FourBit(Weight):
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.values, self.scales, self.zeros, self.multipliers
 
+    def to(self, device: torch.device) -> FourBit:
+        """The same weight in a device's memory."""
+        return FourBit(
+            form=self.form,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            multipliers=None if self.multipliers is None else self.multipliers.to(device),
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Computed in float32, then rounded to `dtype`. Exact in float32 for int4 whose scales have at most 19 bits of
         mantissa (bfloat16 and float16 have); e2m1 times its scale is exact, times the multiplier rounded once."""

@@ -72,6 +72,15 @@ def quantized_as(config: TextConfig, target: str) -> TextConfig | None:
     checkpoint, or finds nothing to quantise.
 
     target: one of RECIPES."""
+    quantization = quantization_as(config, target)
+    if quantization is None:
+        return None
+    parsed = parse_quantization({"quantization_config": quantization}, {}, target)
+    return replace(config, quantization=parsed)
+
+
+def quantization_as(config: TextConfig, target: str) -> dict[str, object] | None:
+    """The `quantization_config` in the config.json of `quantized_as`."""
     recipe = RECIPES[target]
     if not recipe.reads(config.quantization):
         return None
@@ -82,10 +91,7 @@ def quantized_as(config: TextConfig, target: str) -> TextConfig | None:
         parts = [f"{name.rpartition('.')[0]}.0.{part}.weight" for part in recipe.splits(name)]
         for part in parts or [name]:
             decisions.form(part, source.shape[-2:] if parts else source.shape)
-    quantization = decisions.config()
-    if quantization is None:
-        return None
-    return replace(plain, quantization=parse_quantization({"quantization_config": quantization}, {}, target))
+    return decisions.config()
 
 
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:

@@ -99,6 +99,9 @@ class Scheme(Protocol):
     def quantize(self, values: Tensor) -> kernels.Weight:
         """The nearest weight, in the form that `read` returns."""
 
+    def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """What it is of the parameter `name`, as a plural, that no GPU kernel takes so far; None: GPUs take it."""
+
 
 class Quantization(Protocol):
     """What a config says of the quantisation of each module."""
@@ -111,10 +114,6 @@ class Quantization(Protocol):
     def is_official(self) -> bool:
         """Whether it is the family's own format. Only in other ones may weights be quantised in the files that are
         plain in memory, such as the head."""
-
-    @property
-    def cpu_only(self) -> str | None:
-        """What no GPU kernel takes so far, as a plural; None: nothing."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,7 +134,6 @@ class Fp8Blocks:
     column_block: ClassVar[int] = kernels.SCALE_BLOCK
     has_part_blocks: ClassVar[bool] = True
     is_official: ClassVar[bool] = True
-    cpu_only: ClassVar[str | None] = None
     notes: ClassVar[tuple[str, ...]] = ()
 
     excluded: frozenset[str]
@@ -166,6 +164,9 @@ class Fp8Blocks:
 
     def quantize(self, values: Tensor) -> kernels.Weight:
         return kernels.quantize_blocks(values)
+
+    def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
+        return None
 
 
 def block_tensors(name: str, suffix: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:

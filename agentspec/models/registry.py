@@ -16,7 +16,7 @@ from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.stored import describe
-from agentspec.models.tensors import random_parameters
+from agentspec.models.tensors import parameter_shapes, quantized_schemes, random_parameters
 from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec, Progress, no_progress
 
@@ -67,8 +67,12 @@ def refuse_device(config: TextConfig, device: torch.device) -> None:
 
 def why_cpu_only(config: TextConfig) -> str | None:
     """Why no GPU runs a checkpoint; None: GPUs do."""
-    reason = None if config.quantization is None else config.quantization.cpu_only
-    return None if reason is None else f"{reason} run on the CPU reference only so far"
+    shapes = parameter_shapes(config)
+    for name, scheme in quantized_schemes(config).items():
+        reason = scheme.cpu_only(name, shapes[name])
+        if reason is not None:
+            return f"{reason} ({name}) run on the CPU reference only so far"
+    return None
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:

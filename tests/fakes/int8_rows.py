@@ -68,7 +68,6 @@ class Int8Checkpoint:
     column_block: ClassVar[int] = 1
     has_part_blocks: ClassVar[bool] = False
     is_official: ClassVar[bool] = True
-    cpu_only: ClassVar[str | None] = None
     notes: ClassVar[tuple[str, ...]] = ()
 
     def scheme(self, module: str) -> Scheme | None:
@@ -93,3 +92,6 @@ class Int8Checkpoint:
 
     def quantize(self, values: Tensor) -> Weight:
         return quantize_rows(values)
+
+    def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
+        return None

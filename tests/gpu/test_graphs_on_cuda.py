@@ -27,7 +27,11 @@ from tests.fakes.replayer import Replayer
 from tests.fakes.sequence_driver import poison
 from tests.fakes.step_driver import StepDriver, greedy
 from tests.fakes.twins import run_twins
-from tests.properties.real_model import write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
+from tests.properties.real_model import (
+    write_agreeing_checkpoint,
+    write_agreeing_four_bit_checkpoint,
+    write_agreeing_fp8_checkpoint,
+)
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -38,6 +42,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda directory: write_agreeing_checkpoint(directory, **SMALL),
     "experts": lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL),
     "experts in FP8": lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL),
+    "4 bits": lambda directory: write_agreeing_four_bit_checkpoint(directory, **SMALL),
 }
 
 
@@ -51,6 +56,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
         ("experts", torch.float32, 3),
         ("experts", torch.bfloat16, 4),
         ("experts in FP8", torch.bfloat16, 5),
+        ("4 bits", torch.bfloat16, 6),
     ],
     ids=str,
 )

@@ -17,7 +17,9 @@ from torch import Tensor
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import rehearsal
 from agentspec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.models.hf_config import load_text_config, parse_text_config
+from agentspec.models.outline import parameters_of
 from agentspec.models.quantised.names import canonical_module, expression, spellings
 from agentspec.models.quantization import Quantization
 from agentspec.models.registry import load_model, resolved_config
@@ -568,9 +570,8 @@ def test_packed_projections_in_4_bits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        ("gptq, official", "4-bit weights"),
-        ("modelopt, mixed, one file, moe", "4-bit weights"),
-        ("modelopt, 8-bit rows alone", "8-bit weights of modelopt"),
+        ("gptq, asymmetric, zero of the first version", r"weights of \[256, 128\] in int4 in groups of 32 .* \(.*\)"),
+        ("modelopt, mixed, one file, moe", r"4-bit experts \(model.layers.0.mlp.experts.gate_up_proj\)"),
     ],
 )
 def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_path: Path) -> None:
@@ -583,6 +584,17 @@ def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_pa
         load_model(stored, device=torch.device("cuda"), dtype=torch.bfloat16, random_weights=True)
     with pytest.raises(ConfigError, match=message):
         rehearsal(EngineConfig(model=str(stored)), stored)
+
+
+@pytest.mark.parametrize("layout", ["gptq, official", "awq", "compressed-tensors, nvfp4 and 8-bit rows"])
+def test_a_gpu_holds_weights_of_whole_tiles_in_tiles(layout: str, tmp_path: Path) -> None:
+    """As many bytes as row by row."""
+    stored, _ = LAYOUTS[layout].write(tmp_path)
+    parameters = parameters_of(load_text_config(stored).with_mtp_layers(0), dtype=torch.bfloat16)
+    tiles = {name: weight for name, weight in parameters.items() if isinstance(weight, FourBitTiles)}
+    assert "model.layers.0.mlp.down_proj.weight" in tiles
+    for weight in tiles.values():
+        assert weight.nbytes == weight.form.empty(tuple(weight.shape), torch.device("meta")).nbytes
 
 
 def test_the_formats_differ_by_content_not_by_name(tmp_path: Path) -> None:

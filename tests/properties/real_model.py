@@ -25,6 +25,7 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.cache.host_tier import HostMemory
+from agentspec.commands import cli
 from agentspec.commands.quantize import quantize
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
@@ -79,6 +80,17 @@ def write_agreeing_fp8_checkpoint(directory: Path, family: Family = "dense", **o
     """`write_agreeing_checkpoint`, quantised."""
     quantize(write_agreeing_checkpoint(directory / "full", family, **overrides), directory / "fp8")
     return directory / "fp8"
+
+
+WHOLE_TILES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "linear_num_value_heads": 8}
+"""Sizes of a dense model whose quantised matrices have whole tiles (kernels/four_bit_tiles.py)."""
+
+
+def write_agreeing_four_bit_checkpoint(directory: Path, target: str = "int4", **overrides: Any) -> Path:
+    """`write_agreeing_checkpoint` of sizes that are whole tiles, with what `target` quantises in 4 bits."""
+    full = write_agreeing_checkpoint(directory / "full", "dense", **WHOLE_TILES | overrides)
+    assert cli.main(["quantize", str(full), str(directory / target), "--to", target]) == 0
+    return directory / target
 
 
 def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton.four_bit_layers import prompt_product, step_product, takes_tiles
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_kernels import (
@@ -38,11 +40,15 @@ _CHOICE_BLOCK = 1024
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
+    if isinstance(weight_OH, FourBitTiles) and takes_tiles(x_NH):
+        return step_product(x_NH, weight_OH)
     plan = _plan("linear", x_NH, weight_OH)
     return library_product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+    if isinstance(weight_OH, FourBitTiles) and takes_tiles(x_NH):
+        return step_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
     plan = _plan("norm_linear", x_NH, weight_OH)
     return (
         library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
@@ -52,6 +58,8 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | 
 
 
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+    if isinstance(weight_HO, FourBitTiles) and takes_tiles(x_NO):
+        return step_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
@@ -61,6 +69,8 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: 
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
+    if isinstance(gate_up_2IH, FourBitTiles) and takes_tiles(x_NH):
+        return step_product(rms_norm(x_NH, norm), gate_up_2IH, is_swiglu=True)
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
     return (
         swiglu(library_product(rms_norm(x_NH, norm), gate_up_2IH))
@@ -90,6 +100,8 @@ def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
 def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
     assert x_NH.shape[1] == weight_OH.shape[1], f"{x_NH.shape} {weight_OH.shape}"
     assert x_NH.stride(1) == 1
+    if isinstance(weight_OH, FourBitTiles):
+        return None
     if isinstance(weight_OH, Plain):
         assert x_NH.dtype == weight_OH.values.dtype, f"{x_NH.dtype} {weight_OH.values.dtype}"
         assert weight_OH.values.is_contiguous()
@@ -98,7 +110,8 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
 
 
 def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-    """x W^T of many tokens, [N, O + E]: by the matrix library, or by W8A8 if the weights are block-scaled."""
+    """x W^T of many tokens, [N, O + E]: by the matrix library, or by W8A8 if the weights are block-scaled. 4-bit
+    weights are expanded first."""
     if isinstance(weight_OH, Plain) and extra_EH is None:
         return torch_linear(x_NH, weight_OH.values)
     num_outputs = weight_OH.shape[0]
@@ -107,6 +120,8 @@ def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = N
     )
     if isinstance(weight_OH, BlockScaled):
         prefill_linear(x_NH, weight_OH, out[:, :num_outputs])
+    elif isinstance(weight_OH, FourBitTiles):
+        prompt_product(x_NH, weight_OH, out[:, :num_outputs])
     else:
         out[:, :num_outputs] = torch_linear(x_NH, weight_OH.tensor)
     if extra_EH is not None:

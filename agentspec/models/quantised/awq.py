@@ -96,7 +96,6 @@ class Awq:
     """A config in this format, a Quantization."""
 
     is_official: ClassVar[bool] = False
-    cpu_only: ClassVar[str | None] = "4-bit weights"
     notes: ClassVar[tuple[str, ...]] = ()
 
     default: AwqInt4

@@ -165,11 +165,6 @@ class CompressedTensors:
     def column_block(self) -> int:
         return max(group.scheme.column_block for group in self.groups)
 
-    @property
-    def cpu_only(self) -> str:
-        is_four_bit = any(group.scheme.bits == 4 for group in self.groups)
-        return "4-bit weights" if is_four_bit else f"8-bit weights of {METHOD}"
-
     def scheme(self, module: str) -> Scheme | None:
         if module in self.ignored or any(matches(one, module, self.where) for one in self.ignored_expressions):
             return None

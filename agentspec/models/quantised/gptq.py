@@ -135,7 +135,6 @@ class Gptq:
     """A config in this format, a Quantization."""
 
     is_official: ClassVar[bool] = False
-    cpu_only: ClassVar[str | None] = "4-bit weights"
     notes: ClassVar[tuple[str, ...]] = ()
 
     where: str

@@ -76,11 +76,6 @@ class ModelOpt:
         return max(_SCHEMES[algorithm].column_block for algorithm in self._algorithms)
 
     @property
-    def cpu_only(self) -> str:
-        is_four_bit = any(_SCHEMES[algorithm].bits == 4 for algorithm in self._algorithms)
-        return "4-bit weights" if is_four_bit else f"8-bit weights of {METHOD}"
-
-    @property
     def notes(self) -> tuple[str, ...]:
         note = "made for 4-bit inputs (W4A4) and served with its weights alone: inputs are not rounded"
         return (note,) if "NVFP4" in self._algorithms else ()

@@ -86,10 +86,17 @@ class FourBitScheme:
     def empty(
         self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
     ) -> kernels.Weight:
+        if device.type != "cpu" and kernels.has_tiles(self.form, shape):
+            return kernels.FourBitTiles.empty(self.form, shape, device)
         return self.form.empty(shape, device)
 
     def quantize(self, values: Tensor) -> kernels.Weight:
         return self.form.quantize(values)
+
+    def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
+        if "expert" in name:
+            return "4-bit experts"
+        return None if kernels.has_tiles(self.form, shape) else f"weights of {list(shape)} in {self.form}"
 
     def with_scales_of(self, dtype: str) -> kernels.FourBitForm:
         """The form with the dtype of a file's scales, by its safetensors name."""
@@ -200,3 +207,6 @@ class ScaledFp8:
     def quantize(self, values: Tensor) -> kernels.Weight:
         blocks = kernels.quantize_blocks(values)
         return blocks if self._block_rows == kernels.SCALE_BLOCK else blocks.with_block_rows(self._block_rows)
+
+    def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
+        return "8-bit experts with scales of rows" if "expert" in name and self.strategy == "channel" else None

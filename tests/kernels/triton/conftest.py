@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentspec.kernels.triton import gated_delta_ring
+from agentspec.kernels.triton import four_bit_layers, gated_delta_ring
 from agentspec.kernels.triton.launch import INTERPRETED
-from tests.kernels.triton.gluon_in_interpreter import interpreted_ring_step
+from tests.kernels.triton.gluon_in_interpreter import interpreted_four_bit, interpreted_ring_step
 from tests.kernels.triton.poison import poison_new_memory
 from tests.kernels.triton.quick_interpreter import make_quick
 
@@ -26,6 +26,7 @@ def _quick_interpreter() -> Iterator[None]:
         if INTERPRETED:
             make_quick(patch)
             patch.setattr(gated_delta_ring, "_gated_delta_ring_step", interpreted_ring_step())
+            patch.setattr(four_bit_layers, "four_bit_kernel", interpreted_four_bit())
         yield
 
 

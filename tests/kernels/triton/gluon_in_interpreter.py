@@ -1,6 +1,6 @@
-"""Runs Gluon's kernels prefill_attention_hopper.py and gated_delta_ring.py in Triton's interpreter, which does not
-support Gluon. Shared memory, barriers, copies and matrix units are replaced by plain operations, which also check the
-synchronization whose absence a GPU would not report.
+"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py and linear_four_bit.py in Triton's interpreter,
+which does not support Gluon. Shared memory, barriers, copies and matrix units are replaced by plain operations, which
+also check the synchronization whose absence a GPU would not report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-from agentspec.kernels.triton import gated_delta_ring, prefill_attention_hopper
+from agentspec.kernels.four_bit import E2M1
+from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS
+from agentspec.kernels.triton import gated_delta_ring, linear_four_bit, prefill_attention_hopper
 
 
 class _Buffer:
@@ -207,7 +209,7 @@ class _Language:
         self.allocate_shared_memory = allocate
         self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = (
             self.SwizzledSharedLayout
-        ) = lambda *_, **__: "registers"
+        ) = self.DistributedLinearLayout = lambda *_, **__: "registers"
 
     def __getattr__(self, name: str) -> Any:
         # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
@@ -222,7 +224,7 @@ class _Language:
     def full(self, shape: list[int], value: float, dtype: Any, layout: str) -> Any:
         return tl.full(shape, value, dtype)
 
-    def convert_layout(self, x: Any, layout: str) -> Any:
+    def convert_layout(self, x: Any, layout: str, assert_trivial: bool = False) -> Any:
         return x
 
 
@@ -267,6 +269,48 @@ def interpreted_ring_step() -> Any:
     names = _interpreted(gated_delta_ring, allocate, async_copy=_Copies())
     names["_barrier"] = lambda: None
     return _Kernel(names["_gated_delta_ring_step"])
+
+
+def interpreted_four_bit() -> Any:
+    """The kernel of linear_four_bit.py. Decoded weights and activations are float32 here."""
+    names = _interpreted(linear_four_bit, None, mma_v2=lambda a, b, sums: sums + tl.dot(a, b.to(tl.float32)))
+    names["_barrier"] = lambda: None
+    names["_layout_of"] = lambda _: "registers"
+    names["_prefetch"] = lambda *_: None
+    names["_decoded"] = _decoded
+    return _Kernel(names["four_bit_kernel"])
+
+
+def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
+    """What the kernel's PTX computes: for each word of two and each of its pairs, [..., 2 x 2]."""
+    data, e5m3, zero = (x.handle.data for x in (words, scales, zeros))
+    by_word = []
+    for word in range(2):
+        of_scale = e5m3[..., word::2] if FORMAT == "e2m1" else None
+        of_zero = zero[..., word::2] if FORMAT == "int4 zeros" else 8
+        by_word += _decoded_words(data[..., word::2].view(np.uint32), of_scale, of_zero)
+    return [
+        tl.tensor(TensorHandle(values, tl.float32), tl.block_type(tl.float32, list(values.shape))) for values in by_word
+    ]
+
+
+def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
+    """Four pairs of words [..., 2], of which each is [..., 2 x 2]: word, half. scales: of floats, in five exponent and
+    three fraction bits; times 2^-8, as in the kernel, whose multipliers make up for it."""
+    pairs = []
+    for pair in range(4):
+        halves = []
+        for half in range(2):
+            bits = words >> (16 * half) & 0xFFFF
+            if scales is None:
+                value = (bits >> (4 * pair) & 15).astype(np.float32) - zeros
+            else:
+                code = sum((bits >> place & 1) << bit for bit, place in enumerate(E2M1_BITS[pair]))
+                scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
+                value = np.array([*E2M1, *(-x for x in E2M1)])[code] * scale
+            halves.append(value)
+        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 4).astype(np.float32))
+    return pairs
 
 
 def interpreted_hopper() -> SimpleNamespace:

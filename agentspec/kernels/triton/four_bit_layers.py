@@ -1,0 +1,256 @@
+"""Products with 4-bit weights in tiles: that of a step's few tokens by linear_four_bit.py, that of a prompt by the
+matrix library, with weights that are expanded to the activations' dtype a piece at a time.
+
+Owns the choice, the tilings and the expansion. Shape letters: N tokens, K input features, O output features, E extra
+outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS, TILE_COLUMNS, TILE_ROWS, FourBitTiles
+from agentspec.kernels.triton.launch import (
+    INTERPRETED,
+    NUM_COUNTERS,
+    arrival_counters,
+    await_previous,
+    overlapped,
+    release_next,
+)
+from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
+
+FEW_TOKENS = 64
+"""Most tokens that are multiplied with weights as they are decoded. Beyond, the library's products are faster, although
+they read weights of 16 bits."""
+
+_BLOCK_M = (8, 16, 32)
+_PIECE = 2**25
+"""Weights that are expanded at a time: 64 MiB."""
+_ENOUGH_PROGRAMS = 640
+"""Programs of four warps that fill an H100."""
+_SMALL_BYTES = 40 * 2**20
+"""Of weights that are read so fast that the time before their product begins counts."""
+_E2M1_BITS: tl.constexpr = tl.constexpr(E2M1_BITS)
+_E5M3_BIAS: tl.constexpr = tl.constexpr(E5M3_BIAS)
+_TILE_COLUMNS: tl.constexpr = tl.constexpr(TILE_COLUMNS)
+_TILE_ROWS: tl.constexpr = tl.constexpr(TILE_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FourBitPlan:
+    """Tiling of one product. See linear_four_bit.py."""
+
+    block_o: int
+    block_m: int
+    ahead: int
+    warps: int = 4
+    """At least `shares`, and at most that times block_o / 16."""
+    shares: int = 4
+    """Groups of warps; with `split`, at most as many as there are groups of columns."""
+    split: int = 1
+    far: int = 0
+
+
+_MEASURED = {
+    (34816, 5120): FourBitPlan(block_o=16, block_m=8, ahead=1),
+    (16384, 5120): FourBitPlan(block_o=32, block_m=8, ahead=1, far=4),
+    (5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=1, warps=2, shares=1, split=12),
+    (18432, 2560): FourBitPlan(block_o=32, block_m=8, ahead=2, shares=2, far=4),
+}
+"""By (O, K): integers and up to 8 tokens, where this is more than some 5 % faster than what the rule says. Measured on
+an H100 with `python -m benchmarks.four_bit`."""
+
+
+def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -> FourBitPlan:
+    """num_outputs: of gate and up together. Of more tokens than the widest block has, several programs read the same
+    weights."""
+    block_m = next((size for size in _BLOCK_M if size >= num_tokens), _BLOCK_M[-1])
+    measured = _MEASURED.get((num_outputs, depth))
+    if measured is not None and block_m == 8 and not is_float:
+        return measured
+    block_o = 16 if block_m == 8 or num_outputs % 32 else 32
+    groups = depth // TILE_COLUMNS
+    shares = 4 if groups >= 4 else 2 if groups >= 2 else 1
+    split = 1
+    while block_m < 32 and num_outputs * split < 16 * _ENOUGH_PROGRAMS and groups >= 2 * split * shares:
+        split *= 2
+    return FourBitPlan(
+        block_o=block_o,
+        block_m=block_m,
+        ahead=2 if block_m == 8 and (split > 1 or is_float) else 1,
+        warps=shares,
+        shares=shares,
+        split=split,
+        far=4 if num_outputs * depth // 2 < _SMALL_BYTES else 0,
+    )
+
+
+def takes_tiles(x_NK: Tensor) -> bool:
+    """Whether the product is `step_product`: of few tokens, in bfloat16."""
+    return len(x_NK) <= FEW_TOKENS and (INTERPRETED or x_NK.dtype == torch.bfloat16)
+
+
+def step_product(
+    x_NK: Tensor,
+    weight_OK: FourBitTiles,
+    *,
+    residual_NO: Tensor | None = None,
+    extra_EK: Tensor | None = None,
+    is_swiglu: bool = False,
+) -> Tensor:
+    """x W^T of few tokens, plus the residual, beside the extra outputs, or silu(gate) * up of [gate | up]. [N, O + E]
+    or [N, O / 2] in x's dtype."""
+    (num_tokens, _), (num_outputs, depth) = x_NK.shape, weight_OK.shape
+    num_outputs //= 1 + is_swiglu
+    num_extra = 0 if extra_EK is None else len(extra_EK)
+    out = torch.empty(num_tokens, num_outputs + num_extra, dtype=x_NK.dtype, device=x_NK.device)
+    if extra_EK is not None:
+        torch.mm(x_NK, extra_EK.t(), out=out[:, num_outputs:])
+    if num_tokens:
+        plan = plan_for(weight_OK.shape[0], depth, num_tokens, is_float=weight_OK.form.kind == "e2m1")
+        launch_product(plan, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
+    return out
+
+
+def launch_product(
+    plan: FourBitPlan,
+    x_NK: Tensor,
+    weight_OK: FourBitTiles,
+    out: Tensor,
+    residual_NO: Tensor | None = None,
+    *,
+    is_swiglu: bool = False,
+) -> None:
+    """The product by a given plan, into the first columns of `out`."""
+    num_tokens, (num_rows, depth) = len(x_NK), weight_OK.shape
+    assert x_NK.shape[1] == depth, f"{x_NK.shape} {weight_OK.shape}"
+    assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
+    assert x_NK.stride(1) == out.stride(1) == 1
+    assert weight_OK.values.is_contiguous()
+    assert residual_NO is None or residual_NO.is_contiguous()
+    tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
+    partial, arrivals, options = None, None, overlapped()
+    if plan.split > 1:
+        assert tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
+        arrivals = arrival_counters(x_NK.device)
+        size = tiles * blocks * plan.split * plan.block_o * plan.block_m
+        partial = torch.empty(size, dtype=torch.float32, device=x_NK.device)
+    four_bit_kernel[(tiles * plan.split, blocks)](
+        out,
+        out.stride(0),
+        x_NK,
+        x_NK.stride(0),
+        weight_OK.values,
+        weight_OK.scales,
+        weight_OK.zeros,
+        weight_OK.multipliers,
+        residual_NO,
+        partial,
+        arrivals,
+        num_tokens,
+        num_rows // (1 + is_swiglu),
+        GROUPS=depth // TILE_COLUMNS,
+        SPLIT=plan.split,
+        FORMAT="int4 zeros" if weight_OK.form.has_zeros else weight_OK.form.kind,
+        SWIGLU=is_swiglu,
+        BLOCK_O=plan.block_o,
+        BLOCK_M=plan.block_m,
+        AHEAD=plan.ahead,
+        SHARES=plan.shares,
+        FAR=plan.far if options["PDL"] else 0,  # the same devices have both
+        WARPS=plan.warps,
+        num_warps=plan.warps,
+        **options,
+    )
+
+
+def prompt_product(x_NK: Tensor, weight_OK: FourBitTiles, out_NO: Tensor) -> None:
+    """x W^T into `out`, whose rows may be slices of wider ones. Weights are rounded to x's dtype, which may be any."""
+    num_rows, depth = weight_OK.shape
+    size = max(1, _PIECE // depth // TILE_ROWS) * TILE_ROWS
+    for first in range(0, num_rows, size):
+        rows = slice(first, min(first + size, num_rows))
+        torch.mm(x_NK, expanded(weight_OK.cut((rows,)), x_NK.dtype).t(), out=out_NO[:, rows])
+
+
+def expanded(weight_OK: FourBitTiles, dtype: torch.dtype) -> Tensor:
+    """`weight_OK.dequantize(dtype)`, in one launch."""
+    num_rows, depth = weight_OK.shape
+    out = torch.empty(num_rows, depth, dtype=dtype, device=weight_OK.device)
+    form = weight_OK.form
+    _expand_kernel[(num_rows // TILE_ROWS, depth // TILE_COLUMNS)](
+        out,
+        weight_OK.values,
+        weight_OK.scales,
+        weight_OK.zeros,
+        weight_OK.multipliers,
+        depth,
+        IS_FLOAT=form.kind == "e2m1",
+        num_warps=4,
+        **overlapped(),
+    )
+    return out
+
+
+@triton.jit
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    out, words, scales, zeros, multipliers, depth, IS_FLOAT: tl.constexpr, PDL: tl.constexpr
+):
+    """A program expands a tile; a lane has the eight adjacent columns of a word."""
+    release_next(PDL)
+    await_previous(PDL)
+    tile = tl.program_id(0).to(tl.int64) * (depth // _TILE_COLUMNS) + tl.program_id(1)
+    place = tl.arange(0, 128)
+    row, t, i = place // 16, place // 4 % 4, place % 4
+    word = tl.load(words + tile * 128 + place)
+    if IS_FLOAT:
+        code = tl.load(scales + tile * 64 + row * 8 + t // 2 * 4 + i).to(tl.int32)
+        scale = ((code // 8 + (127 - _E5M3_BIAS)) * 8388608 + code % 8 * 1048576).to(tl.float32, bitcast=True)
+        multiplier = tl.load(multipliers + tl.program_id(0) * _TILE_ROWS + row)
+        zero = multiplier
+    else:
+        scale = tl.load(scales + tile * 8 + row).to(tl.float32)
+        multiplier = scale
+        zero = tl.full((128,), 8.0, tl.float32)
+        if zeros is not None:
+            zero = tl.load(zeros + tile * 8 + row).to(tl.float32)
+    halves_0 = tl.join(
+        _weight(word, 0, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 0, 1, scale, zero, multiplier, IS_FLOAT)
+    )
+    halves_1 = tl.join(
+        _weight(word, 1, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 1, 1, scale, zero, multiplier, IS_FLOAT)
+    )
+    halves_2 = tl.join(
+        _weight(word, 2, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 2, 1, scale, zero, multiplier, IS_FLOAT)
+    )
+    halves_3 = tl.join(
+        _weight(word, 3, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 3, 1, scale, zero, multiplier, IS_FLOAT)
+    )
+    # Axes: word, odd, pair's bits 0 and 1.
+    values = tl.join(tl.join(halves_0, halves_1), tl.join(halves_2, halves_3))
+    values = values.permute((0, 3, 2, 1)).reshape((128, 8))
+    column = tl.program_id(1) * _TILE_COLUMNS + i * 32 + t * 8
+    at = (tl.program_id(0).to(tl.int64) * _TILE_ROWS + row) * depth + column
+    tl.store(out + at[:, None] + tl.arange(0, 8)[None, :], values.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _weight(  # type: ignore[no-untyped-def]
+    word, PAIR: tl.constexpr, ODD: tl.constexpr, scale, zero, multiplier, IS_FLOAT: tl.constexpr
+):
+    """One of a word's weights, float32: of column 2 PAIR + ODD."""
+    half = word >> (16 * ODD)
+    if IS_FLOAT:
+        low = (half >> _E2M1_BITS[PAIR][0]) & 1
+        exponent = ((half >> _E2M1_BITS[PAIR][1]) & 1) + ((half >> _E2M1_BITS[PAIR][2]) & 1) * 2
+        half_steps = tl.where(exponent == 0, low, (low + 2) << tl.maximum(exponent - 1, 0)).to(tl.float32)
+        is_negative = ((half >> _E2M1_BITS[PAIR][3]) & 1) != 0
+        return tl.where(is_negative, -half_steps, half_steps) * 0.5 * scale * multiplier
+    code = (half >> (4 * PAIR)) & 15
+    return (code.to(tl.float32) - zero) * scale

@@ -1,0 +1,343 @@
+"""The product of few tokens with 4-bit weights in tiles, in Gluon: one launch, with a SwiGLU or a residual after it.
+
+A lane loads exactly the codes that it needs as operands of its matrix instructions, 16 bytes at a time
+(kernels/four_bit_tiles.py has the order), decodes them in its registers and multiplies them at once. So no weight
+passes through shared memory, and the loop has some two instructions a weight (three for floats). Triton's own compiler
+needs more than four, which take longer than the memory does.
+
+Weights are stationary, as in linear_tiles.py: a program owns BLOCK_O rows and computes acc[o, m] = sum_k W[o, k] x[m,
+k]. K is divided between SPLIT programs, and in a program between SHARES groups of warps, whose sums are added at the
+end. Each keeps AHEAD groups of 128 columns on the way in registers.
+
+int4: u - zero is exact in bfloat16; the sum of each group is multiplied by its scale in float32. e2m1: code times scale
+is exact in bfloat16; the sum of a row is multiplied by its multiplier. Both are multiplied by powers of two that cancel
+out, so that no operand is too large or small for bfloat16.
+
+Shape letters as in linear_layers.py.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from agentspec.kernels.four_bit_tiles import TILE_COLUMNS
+from agentspec.kernels.triton.launch import await_previous, release_next
+
+_COLUMNS = gl.constexpr(TILE_COLUMNS)
+_WORDS = gl.constexpr(128)
+"""32-bit words of a tile."""
+_SCALES = gl.constexpr(64)
+"""Scales of a tile of floats; a tile of integers has one for each row."""
+_release_next = gluon.jit(release_next.fn)
+_await_previous = gluon.jit(await_previous.fn)
+_barrier = tl.debug_barrier
+
+
+def _int4_word(first: int, word: int, offset: int | None) -> str:
+    """PTX that decodes a word into four pairs: 128 + u by its bits, then minus 128 + the zero point, which is 8 or in
+    the register `offset`."""
+    minus = "minus" if offset is None else f"${offset}"
+    lines = []
+    for pair in range(4):
+        source = f"${word}"
+        if pair:
+            lines.append(f"shr.u32 s, ${word}, {4 * pair};")
+            source = "s"
+        lines.append(f"lop3.b32 ${first + pair}, {source}, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append(f"fma.rn.bf16x2 ${first + pair}, ${first + pair}, one, {minus};")
+    return "\n".join(lines)
+
+
+def _e2m1_word(first: int, word: int, scale: int) -> str:
+    """PTX that decodes a word into four pairs: the sign to bit 15, the rest to bits 8 to 6, which is the value times
+    2^-126, then times the scale times 2^118."""
+    a, b, c, d = (f"${first + pair}" for pair in range(4))
+    return f"""and.b32 {a}, ${word}, 0x81C081C0;
+    shl.b32 s, ${word}, 3; and.b32 {b}, s, 0x81C081C0;
+    shl.b32 s, ${word}, 6; and.b32 {c}, s, 0x81C081C0;
+    shl.b32 s, ${word}, 1; and.b32 d, s, 0x80008000;
+    shr.u32 s, ${word}, 3; lop3.b32 d, s, 0x01800180, d, 0xEA;
+    shr.u32 s, ${word}, 7; lop3.b32 {d}, s, 0x00400040, d, 0xEA;
+    """ + "\n".join(f"fma.rn.bf16x2 {x}, {x}, ${scale}, zero;" for x in (a, b, c, d))
+
+
+_HEAD = """{ .reg .b32 s, d, one, minus, zero;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 minus, 0xC308C308;
+    mov.b32 zero, 0x80008000;
+    """
+_INT4 = gl.constexpr(_HEAD + _int4_word(0, 8, None) + _int4_word(4, 9, None) + "}")
+_INT4_ZEROS = gl.constexpr(_HEAD + _int4_word(0, 8, 10) + _int4_word(4, 9, 11) + "}")
+_E2M1 = gl.constexpr(_HEAD + _e2m1_word(0, 8, 10) + _e2m1_word(4, 9, 11) + "}")
+
+
+@gluon.constexpr_function
+def _mma_layout(num_shares: int, num_warps: int) -> gl.NVMMADistributedLayout:
+    return gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[num_shares, num_warps // num_shares, 1], instr_shape=[1, 16, 8]
+    )
+
+
+@gluon.constexpr_function
+def _words_layout(num_shares: int, num_blocks: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Words [share of K, block of 8 rows, row 8, lane of four 4, word 4]: what each lane needs of an operand."""
+    registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 1, 0, 0, 0]]
+    warps, block = [], 2
+    while block < 2 * num_warps // num_shares:
+        warps.append([0, block, 0, 0, 0])
+        block *= 2
+    while block < num_blocks:
+        registers.append([0, block, 0, 0, 0])
+        block *= 2
+    share = 1
+    while share < num_shares:
+        warps.append([share, 0, 0, 0, 0])
+        share *= 2
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [num_shares, num_blocks, 8, 4, 4])
+
+
+@gluon.constexpr_function
+def _axis(layout: gl.DistributedLayout, axis: int, rank: int) -> gl.SliceLayout:
+    """The layout of one axis."""
+    for other in range(rank - 1, -1, -1):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _index(SIZE: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """0 to SIZE - 1 along an axis of LAYOUT, 1 along the others."""
+    index = gl.arange(0, SIZE, layout=_axis(LAYOUT, AXIS, RANK))
+    for axis in gl.static_range(RANK):
+        if axis != AXIS:
+            index = gl.expand_dims(index, axis)
+    return index
+
+
+@gluon.jit
+def _operand(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Eight tensors [shares, blocks, 8, 4, 4], four pairs of each of two words, as the operand [shares, rows, 128].
+    Moves nothing."""
+    w = gl.join(
+        gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6])),
+        gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7])),
+    )
+    # share, rows, lane of four, two words, half of a register, word of two, pair's bits 1 and 0
+    w = w.reshape((SHARES, NUM_BLOCKS * 8, 4, 2, 2, 2, 2, 2))
+    w = w.permute((0, 1, 3, 5, 2, 6, 7, 4))
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    return gl.convert_layout(w.reshape((SHARES, NUM_BLOCKS * 8, 128)), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _decoded(words, scales, zeros, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode words [..., 4]: eight tensors [..., 2 x 2]. The first four have the pairs of words 0 and 2, the others
+    those of words 1 and 3; an element of the last axis is a word of the two and a half of its pair."""
+    BF: gl.constexpr = (gl.bfloat16,) * 8
+    if FORMAT == "e2m1":
+        # A pair of bfloat16: the scale times 2^118.
+        pair = scales.to(gl.int32) * 0x00100010 + 0x76007600
+        return gl.inline_asm_elementwise(
+            _E2M1, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, pair], dtype=BF, is_pure=True, pack=2
+        )
+    if FORMAT == "int4 zeros":
+        # A pair of bfloat16: -(128 + zero). The constant is 0xC300C300 as a signed number.
+        pair = zeros.to(gl.int32) * 0x00010001 - 0x3CFF3D00
+        return gl.inline_asm_elementwise(
+            _INT4_ZEROS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, pair], dtype=BF, is_pure=True, pack=2
+        )
+    return gl.inline_asm_elementwise(_INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=BF, is_pure=True, pack=2)
+
+
+@gluon.constexpr_function
+def _bulk_prefetch(num_bytes: int) -> str:
+    return (
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
+        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def _prefetch(addresses, wanted, BYTES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for BYTES at each of the wanted addresses to be in L2."""
+    gl.inline_asm_elementwise(
+        _bulk_prefetch(BYTES), "=r,l,r", [addresses, wanted], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def four_bit_kernel(  # type: ignore[no-untyped-def]
+    out, out_stride, x, x_stride, words, scales, zeros, multipliers, residual, partial, arrivals, num_tokens,
+    num_outputs, GROUPS: gl.constexpr, SPLIT: gl.constexpr, FORMAT: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: int4, int4 zeros, e2m1. A
+    program of SwiGLU has BLOCK_O / 2 rows of gate and the same of up, eight in turn: then a lane has both. FAR: groups
+    that each share asks for to be in L2 before it awaits the previous kernel, beside those that it loads."""
+    _release_next(PDL)
+    NUM_BLOCKS: gl.constexpr = BLOCK_O // 8
+    tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
+    if FAR > 0:
+        _prefetch_shares(words, tile, part, num_outputs, GROUPS, SPLIT, SWIGLU, NUM_BLOCKS, AHEAD, SHARES, FAR, WARPS)
+    acc = _walk(
+        x, x_stride, words, scales, zeros, tile, part, num_tokens, num_outputs, GROUPS, SPLIT, FORMAT, SWIGLU,
+        NUM_BLOCKS, BLOCK_M, AHEAD, SHARES, WARPS, PDL,
+    )  # fmt: skip
+    acc_OM = gl.sum(acc, axis=0)
+    FLAT: gl.constexpr = gl.SliceLayout(0, _mma_layout(SHARES, WARPS))
+    if FORMAT == "e2m1":
+        o = _index(BLOCK_O, 0, 2, FLAT)
+        o_multiplier = gl.load(multipliers + _block(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
+        acc_OM *= o_multiplier * 256.0
+    if SPLIT > 1:
+        unit = gl.program_id(1) * (gl.num_programs(0) // SPLIT) + tile
+        place = _index(BLOCK_O, 0, 2, FLAT) * BLOCK_M + _index(BLOCK_M, 1, 2, FLAT)
+        place = partial + unit * (SPLIT * BLOCK_O * BLOCK_M) + place
+        gl.store(place + part * (BLOCK_O * BLOCK_M), acc_OM)
+        # The barrier orders every thread's store before the one thread's release.
+        _barrier()
+        is_last = gl.atomic_add(arrivals + unit, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if is_last:
+            # In order, whichever program adds them. L1 is not coherent with other multiprocessors' stores.
+            acc_OM = gl.zeros([BLOCK_O, BLOCK_M], gl.float32, FLAT)
+            for other in gl.static_range(SPLIT):
+                acc_OM += gl.load(place + other * (BLOCK_O * BLOCK_M), cache_modifier=".cg")
+            gl.store(arrivals + unit, 0)
+            _finish(acc_OM, out, out_stride, residual, tile, num_tokens, num_outputs, SWIGLU, BLOCK_O, BLOCK_M)
+    else:
+        _finish(acc_OM, out, out_stride, residual, tile, num_tokens, num_outputs, SWIGLU, BLOCK_O, BLOCK_M)
+
+
+@gluon.jit
+def _prefetch_shares(  # type: ignore[no-untyped-def]
+    words, tile, part, num_outputs, GROUPS: gl.constexpr, SPLIT: gl.constexpr, SWIGLU: gl.constexpr,
+    NUM_BLOCKS: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Ask for FAR groups of each share and block of rows, behind those that are loaded first."""
+    i = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    block = _block(tile, i % NUM_BLOCKS, num_outputs, NUM_BLOCKS, SWIGLU)
+    group = _share_begin(part * SHARES + i // NUM_BLOCKS, GROUPS, SPLIT * SHARES) + AHEAD
+    address = words + block.to(gl.int64) * (GROUPS * _WORDS) + group * _WORDS
+    wanted = (i < NUM_BLOCKS * SHARES) & (group + FAR <= GROUPS)
+    _prefetch(address.to(gl.int64, bitcast=True), wanted.to(gl.int32), FAR * 512)
+
+
+@gluon.jit
+def _walk(  # type: ignore[no-untyped-def]
+    x, x_stride, words, scales, zeros, tile, part, num_tokens, num_outputs, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
+    FORMAT: gl.constexpr, SWIGLU: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr,
+    SHARES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """Return each share's sum over its columns, float32 [SHARES, rows, BLOCK_M]; of floats without the multipliers.
+    Awaits the previous kernel."""
+    MMA: gl.constexpr = _mma_layout(SHARES, WARPS)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    W: gl.constexpr = _words_layout(SHARES, NUM_BLOCKS, WARPS)
+    PARTS: gl.constexpr = SPLIT * SHARES
+    EVEN: gl.constexpr = GROUPS % (PARTS * AHEAD) == 0
+    STEPS: gl.constexpr = ((GROUPS + PARTS - 1) // PARTS + AHEAD - 1) // AHEAD
+    SCALES: gl.constexpr = _SCALES if FORMAT == "e2m1" else 8
+
+    block = _block(tile, _index(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
+    g, t, i = _index(8, 2, 5, W), _index(4, 3, 5, W), _index(4, 4, 5, W)
+    share = part * SHARES + _index(SHARES, 0, 5, W)
+    w_begin, w_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
+    word_at = words + (block * (GROUPS * _WORDS) + g * 16 + t * 4 + i)
+    row, share = _index(NUM_BLOCKS * 8, 1, 3, MMA), part * SHARES + _index(SHARES, 0, 3, MMA)
+    if FORMAT == "e2m1":
+        scale_at, s_begin, s_end = scales + (block * (GROUPS * SCALES) + g * 8 + t // 2 * 4 + i), w_begin, w_end
+    else:
+        row_block = _block(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
+        s_begin, s_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
+        scale_at = scales + row_block * (GROUPS * SCALES) + row % 8
+    if FORMAT == "int4 zeros":
+        zero_at = zeros + (block * (GROUPS * 8) + g + t * 0 + i * 0)
+    w_next, s_next, z_next = (), (), ()
+    for n in gl.static_range(AHEAD):
+        w_next += (gl.load(word_at + _group(w_begin, n, w_end, EVEN) * _WORDS, cache_modifier=".cg"),)
+        s_next += (gl.load(scale_at + _group(s_begin, n, s_end, EVEN) * SCALES),)
+        if FORMAT == "int4 zeros":
+            z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN) * 8),)
+    _await_previous(PDL)
+
+    m = gl.program_id(1) * BLOCK_M + _index(BLOCK_M, 2, 3, B)
+    share, k = part * SHARES + _index(SHARES, 0, 3, B), _index(128, 1, 3, B)
+    x_begin, x_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
+    x_at = x + m * x_stride + k
+    is_token = (m < num_tokens) & (k < 128) & (share >= 0)
+    x_next = gl.load(x_at + x_begin * _COLUMNS, mask=is_token, other=0.0)
+    acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
+    for step in range(0, STEPS * AHEAD, AHEAD):
+        w_now, s_now, z_now = w_next, s_next, z_next
+        w_next, s_next, z_next = (), (), ()
+        for n in gl.static_range(AHEAD):
+            x_now, later = x_next, step + AHEAD + n
+            is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
+            x_next = gl.load(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, mask=is_in, other=0.0)
+            z = z_now[n] if FORMAT == "int4 zeros" else w_now[n]
+            operand = _operand(_decoded(w_now[n], s_now[n], z, FORMAT), SHARES, NUM_BLOCKS, MMA)
+            w_next += (gl.load(word_at + _group(w_begin, later, w_end, False) * _WORDS, cache_modifier=".cg"),)
+            if FORMAT == "e2m1":
+                acc = mma_v2(operand, x_now, acc)
+            else:
+                group_sum = mma_v2(operand, x_now, gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA))
+                acc = gl.fma(group_sum, s_now[n].to(gl.float32), acc)
+            s_next += (gl.load(scale_at + _group(s_begin, later, s_end, False) * SCALES),)
+            if FORMAT == "int4 zeros":
+                z_next += (gl.load(zero_at + _group(w_begin, later, w_end, False) * 8),)
+    return acc
+
+
+@gluon.jit
+def _share_begin(share, GROUPS: gl.constexpr, PARTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first group of a share of K."""
+    return share * GROUPS // PARTS
+
+
+@gluon.jit
+def _block(tile, i, num_outputs, NUM_BLOCKS: gl.constexpr, SWIGLU: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The weight's block of eight rows that is the i-th of a tile."""
+    if SWIGLU:
+        return tile * (NUM_BLOCKS // 2) + i // 2 + i % 2 * (num_outputs // 8)
+    return tile * NUM_BLOCKS + i
+
+
+@gluon.jit
+def _group(begin, step, end, IS_IN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The group of a step; the last one in place of those past the end."""
+    if IS_IN:
+        return begin + step
+    return gl.minimum(begin + step, end - 1)
+
+
+@gluon.constexpr_function
+def _layout_of(x):  # type: ignore[no-untyped-def]
+    return x.type.layout
+
+
+@gluon.jit
+def _finish(  # type: ignore[no-untyped-def]
+    acc_OM, out, out_stride, residual, tile, num_tokens, num_outputs, SWIGLU: gl.constexpr, BLOCK_O: gl.constexpr,
+    BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """Store the outputs of a tile: with the residual added, or of gate and up."""
+    ROWS: gl.constexpr = BLOCK_O // 2 if SWIGLU else BLOCK_O
+    y = acc_OM
+    if SWIGLU:
+        gate, up = gl.split(acc_OM.reshape((BLOCK_O // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))
+        y = (gate / (1.0 + gl.exp(-gate)) * up).reshape((ROWS, BLOCK_M))
+    LAYOUT: gl.constexpr = _layout_of(y)
+    n = gl.program_id(1) * BLOCK_M + _index(BLOCK_M, 1, 2, LAYOUT)
+    o = tile * ROWS + _index(ROWS, 0, 2, LAYOUT)
+    is_token = (n < num_tokens) & (o >= 0)
+    if residual is not None:
+        y += gl.load(residual + n * num_outputs + o, mask=is_token, other=0.0).to(gl.float32)
+    gl.store(out + n * out_stride + o, y.to(out.dtype.element_ty), mask=is_token)

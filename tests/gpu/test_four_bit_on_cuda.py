@@ -1,0 +1,98 @@
+"""4-bit weights on a CUDA device: exact in decode windows, rounded to bfloat16 in prompts, and equal to the reference
+in float32.
+
+The exact twin has the same weights in float32 (tests/fakes/forced_blocks.py), so nothing here measures the cost of
+quantization."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from agentspec import kernels
+from agentspec.models.hf_config import TextConfig
+from agentspec.models.outline import quantized_as
+from agentspec.models.quantised.parse import parse_quantization
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from benchmarks.published import CONFIGS, spec_of
+from tests.fakes.compare import TOLERANCE
+from tests.fakes.forced_blocks import ForcedPrompts, ForcedWindows, random_twins
+from tests.gpu.test_fp8_on_cuda import BLOCK_TOLERANCE, PROMPTS, SPREAD, WINDOWS, weights_of
+from tests.gpu.test_models_on_cuda import check_against_the_cpu
+from tests.properties.real_model import EngineSetup, Simulation, alone, write_agreeing_four_bit_checkpoint
+
+pytestmark = pytest.mark.gpu
+LINEAR: Literal["linear_attention"] = "linear_attention"
+FULL: Literal["full_attention"] = "full_attention"
+CUT = replace(CONFIGS["27B"], layer_types=(LINEAR, FULL), vocab_size=8192)
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "mtp*"], "group_size": 16}
+
+
+def as_target(target: str) -> TextConfig:
+    config = quantized_as(CUT, target)
+    assert config is not None
+    return config
+
+
+CONFIG_OF = {
+    "int4": lambda: as_target("int4"),
+    "mixed4": lambda: as_target("mixed4"),
+    "nvfp4": lambda: replace(CUT, quantization=parse_quantization({"quantization_config": NVFP4}, {}, "test")),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIG_OF)
+def twins(request: pytest.FixtureRequest, cuda: torch.device) -> tuple[Qwen3_5Model, Qwen3_5Model]:
+    config = CONFIG_OF[request.param]()
+    return random_twins(config, spec_of(request.param, config, torch.bfloat16), cuda, torch.bfloat16)
+
+
+def test_ffns_are_in_tiles(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+    for layer in twins[0]._layers:
+        assert any(isinstance(weight, kernels.FourBitTiles) for weight in weights_of(layer))
+
+
+def test_decode_blocks_match_exact_weights(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+    for what, window in WINDOWS.items():
+        errors = ForcedWindows(*twins, **window, seed=1).run()
+        worst = max(errors, key=lambda name: errors[name])
+        print(f"{twins[0].spec.name}, {what}: {worst} {errors[worst]:.1e}")
+        for name, error in errors.items():
+            assert error < (TOLERANCE if name == "logits" else BLOCK_TOLERANCE), (
+                f"{twins[0].spec.name}, {what}: {name}: {error}"
+            )
+
+
+def test_prompt_blocks_are_within_rounding_bound(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+    for what, prompts in PROMPTS.items():
+        work = ForcedPrompts(*twins, prompts=prompts, seed=2)
+        work.run()
+        worst = max(work.spreads, key=lambda name: work.spreads[name])
+        print(f"{twins[0].spec.name}, {what}: {worst} {work.spreads[worst]:.1e}")
+        for name, spread in work.spreads.items():
+            assert spread < SPREAD, f"{twins[0].spec.name}, {what}: {name}: {spread}"
+
+
+def test_small_float32_models_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
+    check_against_the_cpu(
+        write_agreeing_four_bit_checkpoint(tmp_path, num_hidden_layers=4, full_attention_interval=2), cuda
+    )
+
+
+def test_model_streams_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_four_bit_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2)
+    simulation = Simulation(
+        EngineSetup(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99),
+        checkpoint,
+        num_agents=5,
+        device=cuda,
+    )
+    simulation.run()
+    assert simulation.metrics.accepted_tokens > 20
+    reference = alone(checkpoint)
+    for turn in simulation.turns:
+        assert turn.emitted == reference.generate(turn.submit)[0], turn.submit

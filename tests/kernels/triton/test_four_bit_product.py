@@ -1,0 +1,128 @@
+"""Products with 4-bit weights in tiles: every form, tiling and way to divide K, few tokens and many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from agentspec.kernels.backend import Norm
+from agentspec.kernels.four_bit import FourBitForm
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.reference import fused as reference
+from agentspec.kernels.triton import four_bit_layers, linear_layers
+from agentspec.kernels.triton.four_bit_layers import FEW_TOKENS, FourBitPlan, expanded, launch_product, plan_for
+from agentspec.kernels.triton.launch import INTERPRETED
+from tests.kernels.test_four_bit_tiles import FORMS, random_weight
+
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+"""The interpreter has no bfloat16; its activations are those of no GPU, which takes bfloat16 alone."""
+TOLERANCE = 2e-3 if INTERPRETED else 6e-3
+PLANS = (
+    FourBitPlan(block_o=16, block_m=8, ahead=1, warps=1, shares=1),
+    FourBitPlan(block_o=16, block_m=8, ahead=2, warps=4, shares=4, far=1),
+    FourBitPlan(block_o=32, block_m=8, ahead=2, warps=4, shares=2, split=2),
+    FourBitPlan(block_o=64, block_m=8, ahead=4, warps=4, shares=1, split=3, far=2),
+    FourBitPlan(block_o=32, block_m=16, ahead=1, warps=4, shares=4),
+    FourBitPlan(block_o=32, block_m=32, ahead=1, warps=8, shares=4, split=2),
+)
+
+
+def operands(
+    form: FourBitForm, num_tokens: int, shape: tuple[int, int], seed: int, device: torch.device
+) -> tuple[Tensor, FourBitTiles]:
+    """Inputs with a mean, which shows offsets that do not cancel, and a weight of about unit products."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(num_tokens, shape[1], generator=generator) + 0.5).to(DTYPE).to(device)
+    weight = random_weight(form, shape, seed)
+    if weight.multipliers is not None:
+        weight.multipliers.mul_(10 / 448)
+    return x, FourBitTiles.of(weight.to(device))
+
+
+def assert_near(got: Tensor, expected: Tensor, note: object) -> None:
+    error = ((got.double() - expected).norm() / expected.norm()).item()
+    assert error < TOLERANCE, f"{note}: relative error {error}"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products_match_reference(form: FourBitForm, plan: FourBitPlan, device: torch.device) -> None:
+    """Twice: what the first call left must not matter."""
+    groups = 5 if plan.split * plan.shares <= 5 else 9
+    for seed, num_tokens in enumerate((1, plan.block_m - 1, plan.block_m + 3)):
+        shape = (2 * plan.block_o, 128 * groups)
+        print(f"seed {seed}, {num_tokens} tokens")
+        x, weight = operands(form, num_tokens, shape, seed, device)
+        residual = torch.randn(num_tokens, shape[0], dtype=DTYPE, device=device)
+        exact = x.double() @ weight.dequantize(torch.float64).t()
+        for with_residual in (False, True):
+            out = torch.full((num_tokens, shape[0] + 8), torch.nan, dtype=DTYPE, device=device)
+            for _ in range(2):
+                launch_product(plan, x, weight, out, residual if with_residual else None)
+            assert_near(out[:, :-8], exact + residual if with_residual else exact, (plan, with_residual))
+            assert out[:, -8:].isnan().all(), "columns beside the outputs were written"
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.split == 1], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_gate_and_up_meet(form: FourBitForm, plan: FourBitPlan, device: torch.device) -> None:
+    x, weight = operands(form, 5, (3 * plan.block_o, 512), 7, device)
+    if form.kind == "int4":
+        weight = replace(weight, scales=weight.scales / 20)
+    out = torch.full((5, 3 * plan.block_o // 2), torch.nan, dtype=DTYPE, device=device)
+    launch_product(plan, x, weight, out, is_swiglu=True)
+    gate, up = (x.double() @ weight.dequantize(torch.float64).t()).chunk(2, -1)
+    assert_near(out, silu(gate) * up, plan)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_weights_expand_to_what_they_stand_for(form: FourBitForm, device: torch.device) -> None:
+    _, weight = operands(form, 1, (48, 384), 3, device)
+    for dtype in (torch.float32, DTYPE):
+        assert torch.equal(expanded(weight, dtype), weight.dequantize(dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 40, FEW_TOKENS + 1])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_layers_match_reference(
+    form: FourBitForm, num_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models call them: few tokens and many, the latter with weights in several pieces."""
+    monkeypatch.setattr(four_bit_layers, "_PIECE", 16 * 384)
+    x, weight = operands(form, num_tokens, (64, 384), num_tokens, device)
+    plain = weight.rows()
+    norm = Norm(weight=torch.randn(384, dtype=DTYPE, device=device) * 0.1, eps=1e-6)
+    extra = torch.randn(21, 384, dtype=DTYPE, device=device) * 0.05
+    residual = torch.randn(num_tokens, 64, dtype=DTYPE, device=device)
+    for name, ours, theirs in (
+        ("linear", linear_layers.linear(x, weight), reference.linear(x, plain)),
+        (
+            "norm_linear",
+            linear_layers.norm_linear(x, norm, weight, extra),
+            reference.norm_linear(x, norm, plain, extra),
+        ),
+        ("norm_swiglu", linear_layers.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, plain)),
+        (
+            "add_linear",
+            linear_layers.add_linear(residual.clone(), x, weight),
+            reference.add_linear(residual.clone(), x, plain),
+        ),
+    ):
+        assert ours.shape == theirs.shape
+        assert_near(ours, theirs.double(), name)
+
+
+def test_every_plan_divides_its_weight() -> None:
+    for num_outputs in (16, 48, 512, 2560, 5120, 16384, 34816):
+        for depth in (128, 256, 384, 512, 2560, 5120, 17408):
+            for num_tokens in (1, 4, 8, 9, 17, 33, 64):
+                for is_float in (False, True):
+                    plan = plan_for(num_outputs, depth, num_tokens, is_float=is_float)
+                    assert num_outputs % plan.block_o == 0
+                    assert plan.split * plan.shares <= depth // 128
+                    assert plan.shares <= plan.warps <= plan.shares * plan.block_o // 16
+                    assert plan.split * plan.block_o % 8 == 0
