@@ -16,6 +16,7 @@ from agentspec.kernels import Group, PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.outline import quantization_as
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
@@ -120,6 +121,13 @@ CONFIG_FILES = {
     "397B-A17B-FP8": _published(4096, 60, (32, 2), 64, _397B_EXPERTS, fp8=True),
 }
 """The content of each model's config.json."""
+
+for _name in ("4B", "27B"):
+    _config = parse_text_config(CONFIG_FILES[_name])
+    for _target in ("mixed4", "int4"):
+        CONFIG_FILES[f"{_name}-{_target}"] = CONFIG_FILES[_name] | {
+            "quantization_config": quantization_as(_config, _target)
+        }
 
 MANY_GPUS = ("122B-A10B", "122B-A10B-FP8", "397B-A17B", "397B-A17B-FP8")
 """Models that are shared by several GPUs; benchmarks of one GPU measure them only if they are asked to."""

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from agentspec.kernels import SCALE_BLOCK
+from agentspec.models.fp8_drafts import quantize_mtp_layer
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.outline import parameters_of
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
-from agentspec.models.tensors import parameter_dtype, parameter_shapes, quantized_names
+from agentspec.models.tensors import parameter_shapes, quantized_schemes
 from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
 
 ROUTED = ".mlp.experts."
@@ -122,17 +124,17 @@ def ring_bytes(config: TextConfig, *, num_columns: int, emitted: float, dtype: t
 
 def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
     """Bytes of every parameter on a GPU, by canonical name."""
-    scaled = names_in_fp8(config, fp8_drafts=fp8_drafts)
-    return {
-        name: weight_bytes(shape, parameter_dtype(name, dtype), fp8=name in scaled)
-        for name, shape in parameter_shapes(config).items()
-    }
+    parameters = parameters_of(config, dtype=dtype)
+    if fp8_drafts:
+        quantize_mtp_layer(parameters)
+    return {name: parameter.nbytes for name, parameter in parameters.items()}
 
 
 def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:
     """Parameters in 8 bits: the checkpoint's, and with fp8_drafts also the MTP layer's."""
     drafts = [name for name in parameter_shapes(config) if name.startswith("mtp.") and is_convertible(name)]
-    return quantized_names(config).union(drafts if fp8_drafts else ())
+    stored = frozenset(name for name, scheme in quantized_schemes(config).items() if scheme.bits == 8)
+    return stored.union(drafts if fp8_drafts else ())
 
 
 def weight_bytes(shape: tuple[int, ...], dtype: torch.dtype, *, fp8: bool) -> int:

@@ -1,0 +1,205 @@
+"""Time products with 4-bit weights: `python -m benchmarks.four_bit` on a CUDA device.
+
+Each is timed as in a step: a CUDA graph of many launches in turn, over weights that together exceed the L2. Every plan
+is checked against float64 first, at the real depth. With --sweep, candidates are compiled and checked in parallel
+processes, and all are timed; else only what `four_bit_layers.plan_for` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from agentspec.kernels.four_bit import FourBitForm
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton.four_bit_layers import FourBitPlan, launch_product, plan_for
+from agentspec.kernels.weights import FP8
+from benchmarks.bandwidth import measure_bandwidth
+
+FORMS = {
+    "int4": FourBitForm(kind="int4", group=128),
+    "int4 zeros": FourBitForm(kind="int4", group=128, has_zeros=True),
+    "nvfp4": FourBitForm(kind="e2m1", group=16, scale_dtype=FP8),
+}
+SHAPES = {
+    "27B ffn in": (34816, 5120),
+    "27B ffn out": (5120, 17408),
+    "27B delta in": (16384, 5120),
+    "27B delta out": (5120, 6144),
+    "4B ffn in": (18432, 2560),
+    "4B ffn out": (2560, 9216),
+    "4B delta in": (12288, 2560),
+    "4B delta out": (2560, 4096),
+}
+"""(O, K); "ffn in": gate and up, multiplied after."""
+TOLERANCE = 6e-3
+"""Relative difference by norms, in bfloat16."""
+ROTATED_BYTES = 300e6
+NUM_LAUNCHES, NUM_REPLAYS = 24, 5
+CHECKED_TILES = 4
+
+
+def random_tiles(form: FourBitForm, shape: tuple[int, int], seed: int) -> FourBitTiles:
+    """Random codes, in weights of about the size of real ones."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tiles = FourBitTiles.empty(form, shape, torch.device("cuda"))
+    size = tiles.values.shape
+    tiles.values.copy_(torch.randint(-(2**31), 2**31, size, generator=generator, device="cuda"))
+    if form.kind == "e2m1":
+        tiles.scales.copy_(torch.randint(40, 90, tiles.scales.shape, generator=generator, device="cuda"))
+        assert tiles.multipliers is not None
+        tiles.multipliers.fill_(shape[1] ** -0.5 / 20)
+    else:
+        tiles.scales.uniform_(0.5, 1.5, generator=generator).mul_(shape[1] ** -0.5 / 5)
+    if tiles.zeros is not None:
+        tiles.zeros.random_(0, 16, generator=generator)
+    return tiles
+
+
+class Work:
+    """A product of some tokens with one of several weights."""
+
+    def __init__(self, name: str, form: str, num_tokens: int, shape: tuple[int, int], num_weights: int) -> None:
+        self.is_swiglu = name.endswith("ffn in")
+        self.weights = [random_tiles(FORMS[form], shape, seed) for seed in range(num_weights)]
+        generator = torch.Generator("cuda").manual_seed(num_tokens)
+        num_outputs, depth = shape
+        self.x = torch.randn(num_tokens, depth, generator=generator, device="cuda", dtype=torch.bfloat16)
+        num_outputs //= 1 + self.is_swiglu
+        self.out = torch.empty(num_tokens, num_outputs, device="cuda", dtype=torch.bfloat16)
+        self.residual = None if self.is_swiglu else torch.randn_like(self.out)
+
+    def run(self, plan: FourBitPlan, weight: FourBitTiles) -> Tensor:
+        launch_product(plan, self.x, weight, self.out, self.residual, is_swiglu=self.is_swiglu)
+        return self.out
+
+    def error(self, plan: FourBitPlan) -> float:
+        """Relative to float64; infinite if a second run differs."""
+        (weight,) = self.weights
+        self.out.fill_(torch.nan)
+        first = self.run(plan, weight).clone()
+        self.out.fill_(torch.nan)
+        if not torch.equal(first, self.run(plan, weight)):
+            return torch.inf
+        y = self.x.double() @ weight.dequantize(torch.float64).t()
+        if self.is_swiglu:
+            gate, up = y.chunk(2, -1)
+            y = silu(gate) * up
+        elif self.residual is not None:
+            y += self.residual
+        return float((first.double() - y).norm() / y.norm())
+
+    def microseconds(self, plan: FourBitPlan) -> float:
+        def launches() -> None:
+            for _, weight in zip(range(NUM_LAUNCHES), itertools.cycle(self.weights), strict=False):
+                self.run(plan, weight)
+
+        launches()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launches()
+        times: list[float] = []
+        for _ in range(NUM_REPLAYS + 1):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / NUM_LAUNCHES)
+        return statistics.median(times[1:])
+
+
+Cell = tuple[str, str, int]
+"""Layer, form, tokens."""
+
+
+def check(cell: Cell, plan: FourBitPlan) -> str:
+    """In a worker: compile a plan, and run it on a few tiles. Return its fault."""
+    name, form, num_tokens = cell
+    try:
+        error = Work(name, form, num_tokens, (CHECKED_TILES * plan.block_o, SHAPES[name][1]), 1).error(plan)
+    except Exception as error_of_compiler:  # a failing candidate is only dropped
+        return f"{type(error_of_compiler).__name__}: {str(error_of_compiler)[:200]}"
+    return "" if error < TOLERANCE else f"relative error {error}"
+
+
+def candidates(chosen: FourBitPlan, shape: tuple[int, int], *, is_swiglu: bool) -> Iterator[FourBitPlan]:
+    """Plans with the same tokens in a block."""
+    for block_o, shares, rows, ahead in itertools.product((16, 32, 64), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4)):
+        warps = shares * rows
+        if not 2 <= warps <= 8 or 16 * rows > block_o or ahead * block_o > 128 * rows:
+            continue
+        for split, far in itertools.product((1,) if is_swiglu else (1, 2, 4, 8, 12), (0, 4)):
+            programs = shape[0] // block_o * split * warps
+            if 1000 <= programs <= 12000 and split * shares <= shape[1] // 128:
+                yield replace(chosen, block_o=block_o, ahead=ahead, warps=warps, shares=shares, split=split, far=far)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time products with 4-bit weights.")
+    parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4, 16, 32])
+    parser.add_argument("--sweep", action="store_true", help="time other plans as well")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="write all times here")
+    options = parser.parse_args()
+    cells: list[Cell] = list(itertools.product(options.layers, options.forms, options.tokens))
+    jobs: list[tuple[Cell, FourBitPlan]] = []
+    for name, form, num_tokens in cells:
+        chosen = plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
+        others = candidates(chosen, SHAPES[name], is_swiglu=name.endswith("ffn in")) if options.sweep else ()
+        jobs += [((name, form, num_tokens), plan) for plan in dict.fromkeys([chosen, *others])]
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        faults = list(pool.map(check, *zip(*jobs, strict=True), chunksize=4))
+    for job, fault in zip(jobs, faults, strict=True):
+        if fault:
+            print(f"dropped: {job}: {fault}")
+    good = [job for job, fault in zip(jobs, faults, strict=True) if not fault]
+    print(f"{len(good)} of {len(jobs)} plans checked against float64")
+    _time(cells, good, measure_bandwidth(torch.device("cuda")).read, options.json)
+
+
+def _time(
+    cells: Sequence[Cell], jobs: Sequence[tuple[Cell, FourBitPlan]], bytes_per_second: float, path: Path | None
+) -> None:
+    found = []
+    print("| layer | O x K | form | tokens | us | of the floor | best other | its plan |")
+    print("|---|---|---|---|---|---|---|---|")
+    for cell in cells:
+        name, form, num_tokens = cell
+        plans = [plan for other, plan in jobs if other == cell]
+        if not plans:
+            continue
+        one = FourBitTiles.empty(FORMS[form], SHAPES[name], torch.device("meta")).nbytes
+        work = Work(name, form, num_tokens, SHAPES[name], max(3, round(ROTATED_BYTES / one)))
+        times = {plan: work.microseconds(plan) for plan in plans}
+        chosen = plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
+        floor = one / bytes_per_second * 1e6
+        best = min(times, key=times.__getitem__)
+        ours = times.get(chosen, float("nan"))
+        outputs, depth = SHAPES[name]
+        print(
+            f"| {name} | {outputs} x {depth} | {form} | {num_tokens} | {ours:.1f} | {floor / ours:.0%} | "
+            f"{times[best]:.1f} | {best if best != chosen else '–'} |",
+            flush=True,
+        )
+        found += [{"cell": cell, "plan": asdict(plan), "us": us} for plan, us in times.items()]
+        if path is not None:
+            path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
