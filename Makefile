@@ -10,6 +10,8 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 export PYTHON TORCH
+# Tests start hundreds of processes, each of which would compile the package's sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # QUICK: what `make quick` runs. NOT_QUICK: files of those folders that take five seconds or more, and so run only in
 # `make test` (the decode step's is an exception).

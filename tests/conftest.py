@@ -25,13 +25,21 @@ if not torch.cuda.is_available():
 
 def pytest_collection_finish() -> None:
     """Exempt what is alive from garbage collection: thousands of tests and their modules, which every collection would
-    look through, and some benchmarks collect after each case."""
+    look through."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect(request: pytest.FixtureRequest) -> None:
+    """Benchmarks collect garbage after each case: exempt what earlier tests of this process left, too."""
+    if request.module.__name__.endswith("_benchmark"):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ from agentspec.engine.link import (
 )
 from agentspec.engine.thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.runtime.grammar.imports import stand_in_for_transformers
 from agentspec.types import Progress
 from agentspec.wire import Abort, EngineClient, FrameReader, Submit
 
@@ -80,6 +81,7 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
     # The server handles signals: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    stand_in_for_transformers()
     link = _Link(socket.socket(fileno=int(sys.argv[1])))
     start = link.early.get()
     assert isinstance(start, Start)

@@ -4,8 +4,8 @@ All per-request state of a decode step is one row (a slot) of a few tensors. The
 and the sampler, read and write these rows; the runtime owns the tensors and fills them. This module knows no values
 and no order of operations.
 
-A record class names the columns of such rows. `of` returns them as views, of a device tensor or of a numpy array on
-the host, so both sides use the same field names. Kernels that take addresses, and rows with single columns only, use
+A record class names the columns of such rows. Its fields are views, of a device tensor or of a numpy array on the
+host, so both sides use the same field names. Kernels that take addresses, and rows with single columns only, use
 the constants.
 
 Shape letters: S slots, B gathered rows, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E
@@ -14,6 +14,7 @@ stop ids, F fields, X = ceil(V / 32).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -36,27 +37,50 @@ NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
 """First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotState(Generic[Array]):
+class _Columns:
+    """A field of a record class: the view of some columns of its rows."""
+
+    def __init__(self, place: int | slice | Callable[[int], slice]) -> None:
+        """place: of the columns, or a function that finds it from the number of all columns."""
+        self._place = place
+
+    def __get__(self, record: _Rows[Array], _: type) -> Array:
+        rows_BF: Any = record.rows_BF
+        view: Array = rows_BF[:, self._place(rows_BF.shape[1]) if callable(self._place) else self._place]
+        return view
+
+
+class _Rows(Generic[Array]):
+    """Base of the record classes. A view is made when its field is read: a step reads few fields of each record."""
+
+    __slots__ = ("rows_BF",)
+
+    def __init__(self, rows_BF: Array) -> None:
+        self.rows_BF: Array = rows_BF
+
+
+class SlotState(_Rows[Array]):
     """Rows of `slots_SF`. All int64."""
 
-    active_B: Array
+    __slots__ = ()
+    active_B = _Columns(ACTIVE)
     """1: active. 0: inert (empty, finished or padding). Written by join, leave and the step."""
-    length_B: Array
+    length_B = _Columns(LENGTH)
     """Tokens in the committed state. Written by join and the step."""
-    read_row_B: Array
+    read_row_B = _Columns(READ_ROW)
     """Row that holds that state; for a slot with a ring, the state that the ring starts from."""
-    read_length_B: Array
+    read_length_B = _Columns(READ_LENGTH)
     """Tokens in the state of the read row: the length, and for a slot with a ring at most that."""
-    num_valid_drafts_B: Array
+    num_valid_drafts_B = _Columns(NUM_VALID_DRAFTS)
     """Number of leading draft columns that were drafted for this prefix. Later columns are stale."""
-    checkpoint_rows_B2: Array
+    checkpoint_rows_B2 = _Columns(slice(CHECKPOINT_ROWS, CHECKPOINT_LENS))
     """Rows of the newer and the older rolling checkpoint, or spare rows not yet used as one."""
-    checkpoint_lens_B2: Array
+    checkpoint_lens_B2 = _Columns(slice(CHECKPOINT_LENS, READ_LENGTH))
     """Tokens in the state of each; 0 marks a spare row."""
-    tokens_BW: Array
+
+    tokens_BW = _Columns(lambda num_fields: slice(TOKENS, SlotState.first_row(num_fields)))
     """Column 0: the last emitted token, which is not yet in the state. Then drafts. Padding 0."""
-    write_rows_BW: Array
+    write_rows_BW = _Columns(lambda num_fields: slice(SlotState.first_row(num_fields), None))
     """The request's own rows. Padding SCRATCH_ROW. A slot with a ring uses column 0 only: the row that the next state
     is stored to."""
 
@@ -65,32 +89,26 @@ class SlotState(Generic[Array]):
         """F for windows of up to `width` columns."""
         return TOKENS + 2 * width
 
+    @staticmethod
+    def first_row(num_fields: int) -> int:
+        """First column of the write rows: behind W tokens."""
+        return (TOKENS + num_fields) // 2
+
     @classmethod
     def of(cls, rows_BF: Array) -> SlotState[Array]:
-        first_row = (TOKENS + rows_BF.shape[1]) // 2
-        return SlotState(
-            active_B=rows_BF[:, ACTIVE],
-            length_B=rows_BF[:, LENGTH],
-            read_row_B=rows_BF[:, READ_ROW],
-            read_length_B=rows_BF[:, READ_LENGTH],
-            num_valid_drafts_B=rows_BF[:, NUM_VALID_DRAFTS],
-            checkpoint_rows_B2=rows_BF[:, CHECKPOINT_ROWS:CHECKPOINT_LENS],
-            checkpoint_lens_B2=rows_BF[:, CHECKPOINT_LENS:READ_LENGTH],
-            tokens_BW=rows_BF[:, TOKENS:first_row],
-            write_rows_BW=rows_BF[:, first_row:],
-        )
+        return SlotState(rows_BF)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotLimits(Generic[Array]):
+class SlotLimits(_Rows[Array]):
     """Rows of `limits_SF`: parameters that a request keeps from start to end. All int64."""
 
-    length_limit_B: Array
+    __slots__ = ()
+    length_limit_B = _Columns(LENGTH_LIMIT)
     """Sequence length at which the request ends."""
-    seed_B: Array
-    top_k_B: Array
+    seed_B = _Columns(SEED)
+    top_k_B = _Columns(TOP_K)
     """1 to V; V: keep all."""
-    stop_ids_BE: Array
+    stop_ids_BE = _Columns(slice(STOP_IDS, None))
     """Padding -1, which is no token id."""
 
     @staticmethod
@@ -99,35 +117,30 @@ class SlotLimits(Generic[Array]):
 
     @classmethod
     def of(cls, rows_BF: Array) -> SlotLimits[Array]:
-        return SlotLimits(
-            length_limit_B=rows_BF[:, LENGTH_LIMIT],
-            seed_B=rows_BF[:, SEED],
-            top_k_B=rows_BF[:, TOP_K],
-            stop_ids_BE=rows_BF[:, STOP_IDS:],
-        )
+        return SlotLimits(rows_BF)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutcomeRows(Generic[Array]):
+class OutcomeRows(_Rows[Array]):
     """Rows of `outcome_BF`: the result of a step. All int64. For an inert slot the counts and `stop_B` are 0, and its
     tokens are undefined."""
 
-    num_emitted_B: Array
-    num_accepted_B: Array
+    __slots__ = ()
+    num_emitted_B = _Columns(NUM_EMITTED)
+    num_accepted_B = _Columns(NUM_ACCEPTED)
     """Accepted drafts, after the cut at stop ids and the length limit."""
-    num_offered_B: Array
+    num_offered_B = _Columns(NUM_OFFERED)
     """Valid drafts in the window."""
-    stop_B: Array
+    stop_B = _Columns(STOP)
     """STOP_RUNNING, STOP_ID or STOP_LENGTH."""
-    length_B: Array
+    length_B = _Columns(SCALARS + LENGTH)
     """This and the next two: as in SlotState, after the step."""
-    checkpoint_rows_B2: Array
-    checkpoint_lens_B2: Array
-    num_valid_drafts_B: Array
+    checkpoint_rows_B2 = _Columns(slice(SCALARS + CHECKPOINT_ROWS, SCALARS + CHECKPOINT_LENS))
+    checkpoint_lens_B2 = _Columns(slice(SCALARS + CHECKPOINT_LENS, SCALARS + READ_LENGTH))
+    num_valid_drafts_B = _Columns(SCALARS + NUM_VALID_DRAFTS)
     """Drafts made for the next window; filled in by `publish_drafts`."""
-    scalars_BF: Array
+    scalars_BF = _Columns(slice(SCALARS, SCALARS + TOKENS))
     """All of the slot's scalars, including the last four fields."""
-    tokens_BT: Array
+    tokens_BT = _Columns(slice(SCALARS + TOKENS, None))
     """The target's token after each column; columns 0..num_accepted are emitted."""
 
     @staticmethod
@@ -137,19 +150,7 @@ class OutcomeRows(Generic[Array]):
 
     @classmethod
     def of(cls, rows_BF: Array) -> OutcomeRows[Array]:
-        first_token = SCALARS + TOKENS
-        return OutcomeRows(
-            num_emitted_B=rows_BF[:, NUM_EMITTED],
-            num_accepted_B=rows_BF[:, NUM_ACCEPTED],
-            num_offered_B=rows_BF[:, NUM_OFFERED],
-            stop_B=rows_BF[:, STOP],
-            length_B=rows_BF[:, SCALARS + LENGTH],
-            checkpoint_rows_B2=rows_BF[:, SCALARS + CHECKPOINT_ROWS : SCALARS + CHECKPOINT_LENS],
-            checkpoint_lens_B2=rows_BF[:, SCALARS + CHECKPOINT_LENS : SCALARS + READ_LENGTH],
-            num_valid_drafts_B=rows_BF[:, SCALARS + NUM_VALID_DRAFTS],
-            scalars_BF=rows_BF[:, SCALARS:first_token],
-            tokens_BT=rows_BF[:, first_token:],
-        )
+        return OutcomeRows(rows_BF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

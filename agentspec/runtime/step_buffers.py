@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import slots as layout
-from agentspec.kernels.slots import SamplingTable, SlotLimits, SlotState
+from agentspec.kernels.slots import TOKENS, SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
 from agentspec.types import MIN_COPY_MATCH, SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, RingShape, SamplingParams
@@ -128,7 +128,7 @@ class StepBuffers:
     @property
     def width(self) -> int:
         """Most columns of a slot's window: one more than drafts."""
-        return SlotState.of(self.slots_SF).tokens_BW.shape[1]
+        return SlotState.first_row(self.slots_SF.shape[1]) - TOKENS
 
     @property
     def max_mtp_drafts(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -110,6 +111,25 @@ def test_temperature_0_is_argmax_with_lowest_id_on_ties() -> None:
     chosen = draw(logits, torch.tensor([[1, 2]]), draw_inputs(temperature=0.0, top_k=3, top_p=0.2, min_p=0.5))
     assert chosen.tolist() == [[4, 35]]
     assert logits.argmax(-1).tolist() == [[4, 35]]
+
+
+def test_greedy_requests_draw_the_same_beside_a_sampled_one() -> None:
+    """Alone they are drawn without sort and noise. The filters of a greedy request change nothing."""
+    generator = random.Random(12)
+    for _ in range(50):
+        logits_BTV = torch.tensor([[random_logits(generator) for _ in range(3)] for _ in range(4)])
+        logits_BTV[generator.randrange(4), generator.randrange(3), generator.randrange(VOCAB) :] = -torch.inf
+        inputs = DrawInputs(
+            temperature_B=torch.tensor([0.0, 0.0, 0.0, 1.0]),
+            top_k_B=torch.tensor([generator.randint(1, VOCAB) for _ in range(4)]),
+            top_p_B=torch.tensor([generator.choice([0.5, math.inf]) for _ in range(4)]),
+            log_min_p_B=torch.tensor([generator.choice([-1.0, -math.inf]) for _ in range(4)]),
+            seed_B=torch.arange(4),
+        )
+        greedy = DrawInputs(**{field.name: getattr(inputs, field.name)[:3] for field in dataclasses.fields(inputs)})
+        position_BT = torch.arange(12).view(4, 3)
+        alone_BT = draw(logits_BTV[:3], position_BT[:3], greedy)
+        assert alone_BT.tolist() == draw(logits_BTV, position_BT, inputs)[:3].tolist()
 
 
 def test_disabled_filters_keep_every_token() -> None:

@@ -39,7 +39,7 @@ from tests.properties.real_model import STOP_ID, VOCAB, assemble_engine, load, w
 from tests.properties.real_model import EngineSetup as RealSetup
 
 SHARDS = 2
-SETUPS = 12
+SETUPS = 8
 """Per shard."""
 TURNS = 60
 """Per engine."""
@@ -52,11 +52,11 @@ LEAST = {
     "constrained: preempted": 1,
     "constrained: aborted": 8,
     "constrained: aborted with a step in flight": 1,
-    "constrained: stop string": 7,
-    "constrained: dead end": 20,
+    "constrained: stop string": 5,
+    "constrained: dead end": 14,
     "constrained: dead end after drafts": 1,
     "scored": 100,
-    "scored: cut by a stop string": 5,
+    "scored: cut by a stop string": 4,
 }
 """How often a shard must take each path at least."""
 

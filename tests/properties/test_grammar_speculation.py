@@ -85,8 +85,8 @@ class Runner:
         self.tokenizer = Tokenizer(backend, eos_token=END_OF_TURN)
         self.stop_id = self.tokenizer.special_ids[END_OF_TURN]
         model = ScriptedModel(num_tokens=self.tokenizer.vocab_size, stop_id=self.stop_id)
-        memory = MemoryPlan(num_rows=200, num_pages=400, max_length=2048)
-        config = EngineConfig(draft_tokens=num_drafts, max_running=8, device="cpu")
+        memory = MemoryPlan(num_rows=500, num_pages=1200, max_length=2048)
+        config = EngineConfig(draft_tokens=num_drafts, max_running=32, device="cpu")
         assembly = build(model, config=config, memory=memory, tokenizer=self.tokenizer)
         self.constraints = shared or assembly.constraints
         self.engine = Engine(dataclasses.replace(assembly, constraints=self.constraints))

@@ -31,16 +31,16 @@ from tests.properties.real_model import STOP_ID, VOCAB, assemble_engine, load, w
 from tests.properties.real_model import EngineSetup as RealSetup
 
 SHARDS = 2
-SETUPS = 9
+SETUPS = 6
 """Per shard."""
 TURNS = 60
 """Per engine."""
 
 LEAST = {
-    "held": 100,
+    "held": 80,
     "held: batched with others": 25,
     "held: stop id after the minimum": 8,
-    "held: continues past the minimum": 30,
+    "held: continues past the minimum": 25,
     "held: with a constraint": 20,
     "held: complete too early": 2,
     "held: stop string ignored": 5,

@@ -323,7 +323,9 @@ def rotates_the_next_column(patch: Patch) -> None:
     original = window.rotate_checkpoints
 
     def rotate(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> Any:
-        return original(replace(slot, write_rows_BW=slot.write_rows_BW.roll(1, 1)), length_B, block_tokens)
+        rolled = SlotState.of(slot.rows_BF.clone())
+        rolled.write_rows_BW.copy_(slot.write_rows_BW.roll(1, 1))
+        return original(rolled, length_B, block_tokens)
 
     patch.setattr(window, "rotate_checkpoints", rotate)
 

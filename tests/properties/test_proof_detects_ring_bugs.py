@@ -142,7 +142,9 @@ def lets_inert_slots_fold(patch: Patch) -> None:
     original = window._ring_window
 
     def ring_window(slot: SlotState[Tensor], *rest: Any) -> RingWindow:
-        return original(replace(slot, active_B=torch.ones_like(slot.active_B)), *rest)
+        active = SlotState.of(slot.rows_BF.clone())
+        active.active_B.fill_(1)
+        return original(active, *rest)
 
     patch.setattr(window, "_ring_window", ring_window)
 

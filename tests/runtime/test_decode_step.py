@@ -357,18 +357,11 @@ def test_checkpoint_rotation_equals_a_plain_loop() -> None:
     write_rows = [generator.sample(range(2, 100), 8) for _ in cases]
     rows = [[100, 101] for _ in cases]
     lens = [generator.choice([[0, 0], [16, 0], [32, 16]]) for _ in cases]
-    zeros = torch.zeros(len(cases), dtype=torch.int64)
-    slot = SlotState(
-        active_B=zeros,
-        length_B=torch.tensor([old for old, _ in cases]),
-        read_row_B=zeros,
-        read_length_B=zeros,
-        num_valid_drafts_B=zeros,
-        checkpoint_rows_B2=torch.tensor(rows),
-        checkpoint_lens_B2=torch.tensor(lens),
-        tokens_BW=zeros[:, None],
-        write_rows_BW=torch.tensor(write_rows),
-    )
+    slot = SlotState.of(torch.zeros(len(cases), SlotState.num_fields(8), dtype=torch.int64))
+    slot.length_B.copy_(torch.tensor([old for old, _ in cases]))
+    slot.checkpoint_rows_B2.copy_(torch.tensor(rows))
+    slot.checkpoint_lens_B2.copy_(torch.tensor(lens))
+    slot.write_rows_BW.copy_(torch.tensor(write_rows))
     got = [tensor.tolist() for tensor in rotate_checkpoints(slot, torch.tensor([new for _, new in cases]), 16)]
     for case, (old, new) in enumerate(cases):
         expected = slow_rotation(write_rows[case], rows[case], lens[case], old, new, 16)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from agentspec.engine import bundled
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.runtime.grammar import GrammarCompiler
-from agentspec.runtime.grammar.frames import CompileJob, Vocabulary
+from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_message, write_message
 from agentspec.runtime.grammar.process import TrialProcess
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.wire import Grammar
@@ -109,6 +112,40 @@ def test_dead_process_is_replaced(tokenizer: Tokenizer) -> None:
     assert trials.pid not in (None, first)
     trials.close()
     assert trials.pid is None
+
+
+def run_worker(folder: Path, *, fake: str | None = None) -> tuple[Verdict | None, set[str]]:
+    """The verdict on a good grammar of a worker by itself, and its loaded libraries. fake: code that is imported in
+    place of tvm_ffi."""
+    if fake is not None:
+        (folder / "tvm_ffi.py").write_text(fake)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    worker = [sys.executable, "-m", "agentspec.runtime.grammar.worker"]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        vocabulary = Vocabulary(token_bytes=[b"a", b""], vocab_size=2, stop_token_ids=[1], job_seconds=60)
+        write_message(process.stdin, vocabulary)
+        write_message(process.stdin, CompileJob(kind="ebnf", source='root ::= "a"'))
+        verdict = read_message(process.stdout, Verdict)
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        process.stdin.close()
+    return verdict, {name for name in ("libtorch_cpu", "tvm_ffi") if name in maps}
+
+
+def test_process_does_not_load_torch(tmp_path: Path) -> None:
+    assert run_worker(tmp_path) == (Verdict(error=None), {"tvm_ffi"})
+
+
+def test_process_loads_torch_if_the_library_needs_it(tmp_path: Path) -> None:
+    needs_torch = (
+        "import sys, torch\n"
+        f"sys.path.remove({str(tmp_path)!r})\n"
+        "del sys.modules['tvm_ffi']\n"
+        "import tvm_ffi\n"
+        "sys.modules['tvm_ffi'] = tvm_ffi\n"
+    )
+    assert run_worker(tmp_path, fake=needs_torch) == (Verdict(error=None), {"libtorch_cpu", "tvm_ffi"})
 
 
 def test_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:

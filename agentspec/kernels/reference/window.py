@@ -92,14 +92,9 @@ def commit_window(
     new_BF = torch.where(active_B[:, None], new_BF, old_BF)
     slots_SF.index_copy_(0, slot_ids_B, new_BF)
 
-    outcome_BF = old_BF.new_zeros(old_BF.shape[0], OutcomeRows.num_fields(num_columns))
-    outcome = OutcomeRows.of(outcome_BF)
-    outcome.num_emitted_B.copy_(num_emitted_B * active_B)
-    outcome.num_accepted_B.copy_(verdict.num_accepted_B * active_B)
-    outcome.num_offered_B.copy_(num_offered_B * active_B)
-    outcome.stop_B.copy_(stop_B * active_B)
-    outcome.scalars_BF.copy_(new_BF[:, :TOKENS])
-    outcome.tokens_BT.copy_(chosen_BT)
+    # In the order of OutcomeRows' columns.
+    counts_B4 = torch.stack((num_emitted_B, verdict.num_accepted_B, num_offered_B, stop_B), dim=1) * active_B[:, None]
+    outcome_BF = torch.cat((counts_B4, new_BF[:, :TOKENS], chosen_BT), dim=1)
     return Commit(num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
 
 

@@ -21,7 +21,10 @@ import numpy as np
 from agentspec.runtime.constraint import DEAD_END
 from agentspec.runtime.grammar.backend import Backend, new_rows
 from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_message, write_message
+from agentspec.runtime.grammar.imports import import_without_torch
 
+ALL_IMPORTS = "--all-imports"
+"""Argument of a process that imports everything that xgrammar asks for."""
 MEMORY_BYTES = 2 * 2**30
 """Memory that a job may use beyond the idle process's."""
 MAX_COMPILED_BYTES = 64 * 1024 * 1024
@@ -35,6 +38,12 @@ TRIAL_SECONDS = 2.0
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the library's messages out of the answers
+    if ALL_IMPORTS not in sys.argv:
+        try:
+            import_without_torch()
+        except Exception:  # another version of the library: the process begins again, before it has read anything
+            os.dup2(answers.fileno(), sys.stdout.fileno())
+            os.execv(sys.executable, [sys.executable, "-m", "agentspec.runtime.grammar.worker", ALL_IMPORTS])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = sys.stdin.buffer

@@ -1,5 +1,4 @@
-"""One rank of the exchange tests, in Triton's interpreter: `python -m tests.kernels.triton.exchange_rank SCENE RANK
-RANKS SEED COUNT DIRECTORY`, with TRITON_INTERPRET=1.
+"""One rank of the exchange tests, in Triton's interpreter: the main function of a process with TRITON_INTERPRET=1.
 
 The directory has the files of the ranks' buffers. Every rank draws the same exchanges from the seed and checks its own
 results. Between the steps of a kernel it hands its core over a random number of times, and behind an exchange it
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,6 +164,7 @@ def round_to_nearest(patch: pytest.MonkeyPatch) -> None:
 def mixed(under_test: RankUnderTest, count: int, directory: Path) -> None:
     """A small and a large sum whose order of additions matters, then exchanges of all kinds, in a random order. The
     gathered sums are compared with gloo's as well."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = distributed.FileStore(str(directory / "meeting"), under_test.ranks)  # type: ignore[attr-defined]
     distributed.init_process_group(
         "gloo", store=store, rank=under_test.rank, world_size=under_test.ranks, timeout=timedelta(seconds=60)
@@ -248,9 +247,3 @@ def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Pa
         except BaseException:
             under_test.memory.abort.fill_(1)  # the other ranks would wait for this one
             raise
-
-
-if __name__ == "__main__":
-    scene, *numbers, path = sys.argv[1:]
-    rank, ranks, seed, count = map(int, numbers)
-    main(scene, rank, ranks, seed, count, Path(path))

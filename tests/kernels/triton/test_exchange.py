@@ -4,14 +4,13 @@ another program's flag would hang. It has no weak memory: `test_exchange_ptx.py`
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from agentspec.kernels import Group
 from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
 from agentspec.kernels.triton.exchange import ExchangeGroup
 from agentspec.kernels.triton.launch import INTERPRETED
+from tests.kernels.triton import exchange_rank
 from tests.kernels.triton.exchange_rank import small_layout
 
 PATIENCE = 100
@@ -33,49 +33,60 @@ interpreted_only = pytest.mark.skipif(
 )
 
 
+FORKS = get_context("forkserver")
+"""One process imports what the ranks need, and each rank is a fork of it. All have this process's environment."""
+FORKS.set_forkserver_preload([exchange_rank.__name__])
+
+
 @contextmanager
 def rank_processes(
     scene: str, ranks: int, directory: Path, *, count: int, only: int | None = None
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+) -> Iterator[list[ForkServerProcess]]:
     seed = random.randrange(2**31)
     print(f"{seed=}")
     create_files(small_layout(ranks), directory)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.triton.exchange_rank", scene]
     processes = [
-        subprocess.Popen([*command, *map(str, (rank, ranks, seed, count, directory))], env=environment)
+        FORKS.Process(target=exchange_rank.main, args=(scene, rank, ranks, seed, count, directory))
         for rank in range(ranks)
         if only in (None, rank)
     ]
+    for process in processes:
+        process.start()
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
+
+
+def ended(process: ForkServerProcess) -> int | None:
+    """Wait for a process; returns its exit code."""
+    process.join(PATIENCE)
+    return process.exitcode
 
 
 @interpreted_only
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_equal_the_reference_on_every_rank(ranks: int, tmp_path: Path) -> None:
     with rank_processes("mixed", ranks, tmp_path, count=16 if ranks == 2 else 6) as processes:
-        assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
+        assert [ended(process) for process in processes] == [0] * ranks
 
 
 @interpreted_only
 @pytest.mark.parametrize("ranks", [3])
 def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path) -> None:
     with rank_processes("abort", ranks, tmp_path, count=5) as processes:
-        assert processes[-1].wait(PATIENCE) == -signal.SIGKILL
-        assert all(process.poll() is None for process in processes[:-1])
+        assert ended(processes[-1]) == -signal.SIGKILL
+        assert all(process.exitcode is None for process in processes[:-1])
         PeerMemory.of_files(0, small_layout(ranks), tmp_path).abort.fill_(1)
-        assert [process.wait(PATIENCE) for process in processes[:-1]] == [0] * (ranks - 1)
+        assert [ended(process) for process in processes[:-1]] == [0] * (ranks - 1)
 
 
 @interpreted_only
 def test_freed_rank_never_sets_a_flag_again(tmp_path: Path) -> None:
     with rank_processes("freed_rank_sets_no_flags", 3, tmp_path, count=0, only=1) as (process,):
-        assert process.wait(PATIENCE) == 0
+        assert ended(process) == 0
 
 
 def spans(channel: Channel) -> list[tuple[int, int]]:
