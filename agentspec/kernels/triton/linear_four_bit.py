@@ -282,8 +282,11 @@ def _walk(  # type: ignore[no-untyped-def]
             x_now, later = x_next, step + AHEAD + n
             is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
             x_next = gl.load(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, mask=is_in, other=0.0)
-            z = z_now[n] if FORMAT == "int4 zeros" else w_now[n]
-            operand = _operand(_decoded(w_now[n], s_now[n], z, FORMAT), SHARES, NUM_BLOCKS, MMA)
+            if FORMAT == "int4 zeros":
+                parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
+            else:
+                parts = _decoded(w_now[n], s_now[n], None, FORMAT)
+            operand = _operand(parts, SHARES, NUM_BLOCKS, MMA)
             w_next += (gl.load(word_at + _group(w_begin, later, w_end, False) * _WORDS, cache_modifier=".cg"),)
             if FORMAT == "e2m1":
                 acc = mma_v2(operand, x_now, acc)

@@ -7,6 +7,7 @@ are numpy arrays and vocabularies lists of bytes. Without both, the import takes
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,10 @@ class _Nothing:
 
 
 class _StandIn(ModuleType):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)  # without one, `importlib.util.find_spec` raises
+
     def __getattr__(self, name: str) -> type[_Nothing]:
         if name.startswith("__"):
             raise AttributeError(name)

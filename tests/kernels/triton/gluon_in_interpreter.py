@@ -283,11 +283,11 @@ def interpreted_four_bit() -> Any:
 
 def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
     """What the kernel's PTX computes: for each word of two and each of its pairs, [..., 2 x 2]."""
-    data, e5m3, zero = (x.handle.data for x in (words, scales, zeros))
+    data, e5m3 = words.handle.data, scales.handle.data
     by_word = []
     for word in range(2):
         of_scale = e5m3[..., word::2] if FORMAT == "e2m1" else None
-        of_zero = zero[..., word::2] if FORMAT == "int4 zeros" else 8
+        of_zero = zeros.handle.data[..., word::2] if FORMAT == "int4 zeros" else 8
         by_word += _decoded_words(data[..., word::2].view(np.uint32), of_scale, of_zero)
     return [
         tl.tensor(TensorHandle(values, tl.float32), tl.block_type(tl.float32, list(values.shape))) for values in by_word
