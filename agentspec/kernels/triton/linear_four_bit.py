@@ -140,20 +140,22 @@ def _operand(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MMA: gl.cons
 def _decoded(words, scales, zeros, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Decode words [..., 4]: eight tensors [..., 2 x 2]. The first four have the pairs of words 0 and 2, the others
     those of words 1 and 3; an element of the last axis is a word of the two and a half of its pair."""
-    BF: gl.constexpr = (gl.bfloat16,) * 8
     if FORMAT == "e2m1":
-        # A pair of bfloat16: the scale times 2^118.
+        # Two bfloat16: the scale times 2^118.
         pair = scales.to(gl.int32) * 0x00100010 + 0x76007600
-        return gl.inline_asm_elementwise(
-            _E2M1, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, pair], dtype=BF, is_pure=True, pack=2
-        )
-    if FORMAT == "int4 zeros":
-        # A pair of bfloat16: -(128 + zero). The constant is 0xC300C300 as a signed number.
+    elif FORMAT == "int4 zeros":
+        # Two bfloat16: -(128 + zero). The constant is 0xC300C300 as a signed number.
         pair = zeros.to(gl.int32) * 0x00010001 - 0x3CFF3D00
-        return gl.inline_asm_elementwise(
-            _INT4_ZEROS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, pair], dtype=BF, is_pure=True, pack=2
-        )
-    return gl.inline_asm_elementwise(_INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=BF, is_pure=True, pack=2)
+    else:
+        pair = words  # not used
+    return gl.inline_asm_elementwise(
+        _E2M1 if FORMAT == "e2m1" else _INT4_ZEROS if FORMAT == "int4 zeros" else _INT4,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        [words, pair],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.constexpr_function
