@@ -184,10 +184,13 @@ def test_engine_flags_change_the_plan(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("name", "gib", "words"),
     [
-        ("27B", 48, "12.03 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weig"),
+        (
+            "27B",
+            48,
+            "6.54 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weights",
+        ),
         ("27B", 32, "--to mixed4 with 20.2 GiB of weights, --to int4 with 16.9 GiB of weights\n"),
-        ("27B", 24, "--to int4 with 16.9 GiB of weights and --max-running 4\n"),
-        ("27B", 58, "2.03 GiB are missing; --max-running 4 would fit; `agentspec quantize` makes"),
+        ("27B", 24, "would fit: --to int4 with 16.9 GiB of weights\n"),
         ("27B", 8, "makes nothing that would fit: the least is --to int4 with 16.9 GiB of weights"),
         ("122B-A10B-FP8", 100, "`agentspec quantize` makes what would fit: --to mixed4 with 65.0 GiB of weights"),
     ],
@@ -237,7 +240,7 @@ def test_the_refusal_at_start_names_the_form_that_would_fit(tmp_path: Path, monk
         (["--max-context", "99999999"], "max_context=99999999: tiny-agent has a context of 16384 tokens"),
         (["--device", "cpu"], "device='cpu': the plan is one of a GPU; leave it out"),
         (["--tensor-parallel", "2"], "tensor_parallel=2: several ranks run on CPUs only so far"),
-        (["--memory", "0.000001"], "memory='9.993e-07 GiB': 8 running requests"),
+        (["--memory", "0.000001"], "memory='9.993e-07 GiB': 1 running requests with"),
         (["--draft-vocab", "9999"], "draft_vocab=9999"),
         (["--state-form", "rows", "--draft-tokens", "9"], "draft_tokens=9"),
         (["./nowhere"], "model='./nowhere': no such directory"),

@@ -31,7 +31,6 @@ from agentspec.runtime.memory_plan import MemoryPlan, rings_bytes
 from agentspec.types import ModelSpec, rows_of_request
 
 GPU = torch.device("cuda")
-_FEWER_SLOTS = (4, 2, 1)
 _MOST_MISSING = 2**50
 """Bytes. What doesn't fit with so much more doesn't fit because of a setting."""
 
@@ -144,14 +143,6 @@ class Needs:
             self.plan(free + _MOST_MISSING)
         return bisect_left(range(_MOST_MISSING), True, key=lambda more: self.fits(free + more))
 
-    def most_slots(self, free: int) -> int | None:
-        """The most of a few numbers of slots with which the model fits, where the settings' own are too many; None:
-        there are none, or the settings name the number."""
-        if self.config.max_running != "auto":
-            return None
-        fewer = (replace(self, config=replace(self.config, max_running=number)) for number in _FEWER_SLOTS)
-        return next((number for number, needs in zip(_FEWER_SLOTS, fewer, strict=True) if needs.fits(free)), None)
-
     def quantized(self) -> dict[str, Needs]:
         """What `agentspec quantize --to TARGET` would make of the model, by target, the largest first."""
         texts = {target: quantized_as(self.text, target) for target in RECIPES}
@@ -162,24 +153,18 @@ class Needs:
 
 
 def what_would_fit(needs: Needs, free: int) -> str:
-    """With which settings and in which forms a model would fit that doesn't, in words. free: as for `Needs.plan`."""
+    """In which forms a model would fit that doesn't, in words. free: as for `Needs.plan`."""
     forms = needs.quantized()
     by_reason: dict[str | None, list[str]] = {}
     for target, form in forms.items():
-        num_slots = form.most_slots(free)
-        if num_slots is not None or form.fits(free):
-            slots = "" if form.fits(free) else f" and --max-running {num_slots}"
-            by_reason.setdefault(why_cpu_only(form.text), []).append(f"{_described(target, form)}{slots}")
+        if form.fits(free):
+            by_reason.setdefault(why_cpu_only(form.text), []).append(_described(target, form))
     found = [", ".join(words) + (f" ({reason})" if reason else "") for reason, words in by_reason.items()]
-    own_slots = needs.most_slots(free)
-    advice = [] if own_slots is None else [f"--max-running {own_slots} would fit"]
     if found:
-        advice.append(f"`agentspec quantize` makes what would fit: {'; '.join(found)}")
-    elif forms and own_slots is None:
-        advice.append(
-            f"`agentspec quantize` makes nothing that would fit: the least is {_described(*list(forms.items())[-1])}"
-        )
-    return "; ".join(advice)
+        return f"`agentspec quantize` makes what would fit: {'; '.join(found)}"
+    if forms:
+        return f"`agentspec quantize` makes nothing that would fit: the least is {_described(*list(forms.items())[-1])}"
+    return ""
 
 
 def _described(target: str, form: Needs) -> str:

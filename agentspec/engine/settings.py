@@ -25,7 +25,7 @@ from agentspec.runtime.step_loop import WindowPolicy
 from agentspec.types import MAX_COPIES, MOST_RIDERS, ModelSpec, RingShape, WindowShape, most_drafts
 
 CPU_MAX_RUNNING = 8
-"""Slots that `max_running=auto` chooses on a CPU, and the fewest on a GPU."""
+"""Slots that `max_running=auto` chooses on a CPU; on a GPU more or fewer, by its memory."""
 
 AUTO_MAX_DRAFTS = 3
 """Most drafts that `draft_tokens=auto` may choose: what the model's authors recommend, and near the optimum for one
@@ -87,7 +87,7 @@ class Settings:
             spec,
             lambda num_slots: replace(settings, max_running=num_slots).memory_bytes(free),
             max_draft_tokens=settings.max_drafts,
-            least=CPU_MAX_RUNNING,
+            usual=CPU_MAX_RUNNING,
             ring=settings.ring,
         )
         return replace(settings, max_running=num_slots)

@@ -35,6 +35,8 @@ prompt after another. Smaller choices are powers of two, whose kernels are a sub
 _RUNNING_SHARE = 1 / 3
 """Where the number of slots is chosen: most of the memory for rows and pages that running requests' own rows may
 take."""
+_MOST_RUNNING_SHARE = 1 / 2
+"""The same where memory is so small that fewer slots than usual are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,19 +103,23 @@ def choose_slots(
     memory_bytes: Callable[[int], int],
     *,
     max_draft_tokens: int,
-    least: int,
+    usual: int,
     ring: RingShape | None = None,
 ) -> int:
-    """How many requests may run at the same time. A running request writes into rows of its own; they must leave room
-    for the cache.
+    """How many requests may run at the same time: `usual`, or by memory several times as many, or a part of it. A
+    running request writes into rows of its own; they must leave room for the cache.
 
     memory_bytes: memory for rows and pages, given the number of slots; their graphs and buffers take memory too."""
-    num_slots = least
-    while num_slots < AUTO_MAX_RUNNING:
-        rows_bytes = 2 * num_slots * rows_of_request(max_draft_tokens, has_ring=ring is not None) * spec.row_bytes
-        if rows_bytes + rings_bytes(spec, ring, 2 * num_slots) > _RUNNING_SHARE * memory_bytes(2 * num_slots):
-            break
+
+    def share(num_slots: int) -> float:
+        rows_bytes = num_slots * rows_of_request(max_draft_tokens, has_ring=ring is not None) * spec.row_bytes
+        return (rows_bytes + rings_bytes(spec, ring, num_slots)) / max(memory_bytes(num_slots), 1)
+
+    num_slots = usual
+    while num_slots < AUTO_MAX_RUNNING and share(2 * num_slots) <= _RUNNING_SHARE:
         num_slots *= 2
+    while 1 < num_slots <= usual and share(num_slots) > _MOST_RUNNING_SHARE:
+        num_slots //= 2
     return num_slots
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentspec.errors import ConfigError
 from agentspec.runtime.memory_plan import choose_slots, longest_sequence, plan_host_memory, plan_memory
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, rows_of_request
 
 SPEC = ModelSpec(
     name="m",
@@ -67,16 +67,24 @@ def test_host_memory_too_small_for_a_path_is_none(host_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("row_mb", "gigabytes", "slots"),
-    [(51.5, 61.3, 64), (51.5, 30.0, 32), (154.0, 46.0, 16), (154.0, 24.0, 8), (154.0, 3.0, 8), (0.1, 60.0, 64)],
+    [
+        (51.5, 61.3, 64),
+        (51.5, 30.0, 32),
+        (154.0, 46.0, 16),
+        (154.0, 24.0, 8),
+        (154.0, 18.0, 8),
+        (154.0, 15.0, 8),
+        (154.0, 14.0, 4),
+        (154.0, 3.0, 1),
+        (154.0, 0.0, 1),
+        (0.1, 60.0, 64),
+    ],
 )
-def test_chosen_slots_use_at_most_a_third_of_the_memory(row_mb: float, gigabytes: float, slots: int) -> None:
-    """A 4B and a 27B model, on devices of several sizes; never fewer than on a CPU."""
+def test_chosen_slots_use_at_most_a_third_of_the_memory_or_half_if_they_are_few(
+    row_mb: float, gigabytes: float, slots: int
+) -> None:
+    """A 4B and a 27B model, on devices of several sizes."""
     spec = replace(SPEC, row_bytes=int(row_mb * 1e6))
-    asked: list[int] = []
-
-    def memory_bytes(num_slots: int) -> int:
-        asked.append(num_slots)
-        return int(gigabytes * 1e9)
-
-    assert choose_slots(spec, memory_bytes, max_draft_tokens=3, least=8) == slots
-    assert asked == [16, 32, 64][: len(asked)]
+    assert choose_slots(spec, lambda _: int(gigabytes * 1e9), max_draft_tokens=3, usual=8) == slots
+    own_bytes = slots * rows_of_request(3, has_ring=False) * spec.row_bytes
+    assert slots == 1 or own_bytes <= gigabytes * 1e9 / (3 if slots > 8 else 2)
