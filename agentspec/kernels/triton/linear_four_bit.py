@@ -10,8 +10,8 @@ k]. K is divided between SPLIT programs, and in a program between SHARES groups 
 end. Each keeps AHEAD groups of 128 columns on the way in registers.
 
 int4: u - zero is exact in bfloat16; the sum of each group is multiplied by its scale in float32. e2m1: code times scale
-is exact in bfloat16; the sum of a row is multiplied by its multiplier. Both are multiplied by powers of two that cancel
-out, so that no operand is too large or small for bfloat16.
+is exact in bfloat16; the sum of a row is multiplied by its multiplier. Codes come as multiples of 2^-126 and scales of
+2^118, so that neither needs an addition to its exponent; the multiplier makes up for the rest.
 
 Shape letters as in linear_layers.py.
 """
@@ -55,7 +55,7 @@ def _int4_word(first: int, word: int, offset: int | None) -> str:
 
 def _e2m1_word(first: int, word: int, scale: int) -> str:
     """PTX that decodes a word into four pairs: the sign to bit 15, the rest to bits 8 to 6, which is the value times
-    2^-126, then times the scale times 2^118."""
+    2^-126, then times the scale times 2^118. The codes' bits are where four_bit_tiles.E2M1_BITS says."""
     a, b, c, d = (f"${first + pair}" for pair in range(4))
     return f"""and.b32 {a}, ${word}, 0x81C081C0;
     shl.b32 s, ${word}, 3; and.b32 {b}, s, 0x81C081C0;
