@@ -7,25 +7,39 @@ Uses the engine's own scheduler, step loop and executor, assembled by assembly.b
 from __future__ import annotations
 
 import gc
+import json
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import msgspec
 import torch
 
 from agentspec.config import EngineConfig
-from agentspec.engine.assembly import build
+from agentspec.engine.assembly import build, machine_of
 from agentspec.models.hf_config import TextConfig
 from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
+from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, rings_bytes
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
-from agentspec.types import ModelSpec, RingShape, SamplingParams, WindowShape, most_drafts, rows_of_request
+from agentspec.types import (
+    ModelSpec,
+    RingShape,
+    SamplingParams,
+    WindowShape,
+    most_drafts,
+    no_progress,
+    rows_of_request,
+)
 from agentspec.wire import Submit, TokensEvent
-from benchmarks.published import PrefilledModel
+from benchmarks.published import CONFIG_FILES, PrefilledModel
 from benchmarks.step_bytes import parameter_bytes
 
 MAX_DRAFTS = 3
@@ -159,6 +173,21 @@ class RecordedDepth(AdaptiveWindow):
         return shape
 
 
+@contextmanager
+def _kernels_ahead(case: Case, config: EngineConfig, device: torch.device) -> Iterator[KernelsAhead | None]:
+    """The engine's kernels, compiled in parallel as at the start of a server. None on a CPU, and for models that are
+    not published ones."""
+    if device.type != "cuda" or case.model not in CONFIG_FILES:
+        yield None
+        return
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIG_FILES[case.model]))
+        named = replace(config, model=directory, random_weights=True)
+        job = KernelJob(config=named, model_dir=directory, machine=machine_of(device))
+        with KernelsAhead(job, no_progress) as ahead:
+            yield ahead
+
+
 class RunningEngine:
     """Each call of `step` runs the engine's loop once, and reads a decode step of every slot."""
 
@@ -179,7 +208,8 @@ class RunningEngine:
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
-        parts = build(model, config=config, memory=memory, device=device, window_policy=policy)
+        with _kernels_ahead(case, config, device) as ahead:
+            parts = build(model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead)
         self.graphs = parts.graphs
         """A description of the captured graphs."""
         self._case = case
