@@ -25,15 +25,15 @@ watch() {  # name, tool, arguments of the program
     "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 99 "$python" -m tests.gpu.sanitized_steps "$@" >"$logs/$name" 2>&1
 }
 
-"$python" -m tests.gpu.sanitized_steps --large-heads --experts
-"$python" -m tests.gpu.sanitized_steps --eager --large-heads --experts
+"$python" -m tests.gpu.sanitized_steps --large-heads --experts --four-bit
+"$python" -m tests.gpu.sanitized_steps --eager --large-heads --experts --four-bit
 
 names=("memcheck of eager steps" "memcheck of graphs" "racecheck")
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "${names[0]}" memcheck --eager --large-heads --experts &
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "${names[0]}" memcheck --eager --large-heads --experts --four-bit &
 pids=($!)
-watch "${names[1]}" memcheck --large-heads --experts &
+watch "${names[1]}" memcheck --large-heads --experts --four-bit &
 pids+=($!)
-watch "${names[2]}" racecheck --eager --experts &
+watch "${names[2]}" racecheck --eager --experts --four-bit &
 pids+=($!)
 
 failed=0

@@ -1,14 +1,14 @@
 """Prompts and decode steps of a small model for a memory checker: `scripts/sanitize.sh` runs this under
 compute-sanitizer.
 
-    python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts]
+    python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts] [--four-bit]
 
 A greedy request beside a sampled one with penalties, bias and masks; prompts in parallel and in two chunks, the second
 from a kept state; drafts, a checkpoint, a leave and a join. First in float32, where the tokens must equal the CPU's,
 then in bfloat16, whose kernels use other instructions. --large-heads: once more in bfloat16 with heads of 128, whose
 prompts use a separate attention kernel. --experts: once more in both dtypes with experts and 8-bit weights, and in
-bfloat16 with plain weights and 8-bit drafts. Uses CUDA graphs unless --eager. There are few steps, because a checker
-slows each instruction ten to fifty times.
+bfloat16 with plain weights and 8-bit drafts. --four-bit: once more in both dtypes with 4-bit weights. Uses CUDA graphs
+unless --eager. There are few steps, because a checker slows each instruction ten to fifty times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ from tests.fakes.hash_chain import ReferenceRequest
 from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver, poison
 from tests.fakes.step_driver import StepDriver
-from tests.properties.real_model import VOCAB, write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
+from tests.properties.real_model import (
+    VOCAB,
+    write_agreeing_checkpoint,
+    write_agreeing_four_bit_checkpoint,
+    write_agreeing_fp8_checkpoint,
+)
 
 NUM_DRAFTS = 2
 NUM_STEPS = 6
@@ -122,6 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits"
     )
+    parser.add_argument("--four-bit", action="store_true", help="also a model with weights in 4 bits")
     arguments = parser.parse_args()
     graphs = not arguments.eager
     torch.set_num_threads(1)
@@ -144,6 +150,12 @@ def main() -> None:
             found += check_steps(quantized, cuda, graphs=graphs)
             num_tokens += sum(map(len, run_steps(quantized, cuda, torch.bfloat16, graphs=graphs)))
             num_tokens += sum(map(len, run_steps(plain, cuda, torch.bfloat16, graphs=graphs, fp8_drafts=True)))
+        if arguments.four_bit:
+            four_bit = write_agreeing_four_bit_checkpoint(
+                Path(folder) / "four-bit", num_hidden_layers=2, full_attention_interval=2
+            )
+            found += check_steps(four_bit, cuda, graphs=graphs)
+            num_tokens += sum(map(len, run_steps(four_bit, cuda, torch.bfloat16, graphs=graphs)))
     print(f"{sum(map(len, found))} tokens in float32, as on the CPU; {num_tokens} in bfloat16")
 
 
