@@ -237,7 +237,11 @@ def test_blocks_are_compared_with_float32(config: TextConfig, monkeypatch: pytes
 
 def test_only_parts_missing_in_the_small_model_are_checked_by_blocks() -> None:
     assert {name for name, config in CONFIGS.items() if wants_block_checks(config)} - {*MANY_GPUS} == {
+        "4B-int4",
+        "4B-mixed4",
         "27B-FP8",
+        "27B-int4",
+        "27B-mixed4",
         "35B-A3B",
         "35B-A3B-FP8",
     }

@@ -92,9 +92,10 @@ class Door:
                 "there was none, or not the right one"
             )
             raise ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        if self._draining and (_generates(scope) or path in PROBES - {LIVENESS}):
+        is_read = scope["method"] in ("GET", "HEAD")
+        if self._draining and (_generates(scope) or (is_read and path in PROBES - {LIVENESS})):
             raise ApiError(503, "the server is about to stop", code="draining")
-        if path == READINESS and self._active >= self._max_active:
+        if is_read and path == READINESS and self._active >= self._max_active:
             raise ApiError(503, f"{self._active} requests run or wait here, which is the limit", code="overloaded")
         if tenant is not None and _generates(scope):
             self._check_room(tenant)

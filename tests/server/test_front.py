@@ -125,6 +125,7 @@ def test_live_is_200_while_loading_and_draining(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         await door.drain()
         assert [(await client.get(path)).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 503]
+        assert (await client.delete("/ready")).status_code == 405
         engine.alive = False
         assert (await client.get("/live")).status_code == 503
 
@@ -136,6 +137,8 @@ def test_full_server_is_live_but_not_ready(pipeline: TextPipeline) -> None:
         request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True})
         running = await client.send(request, stream=True)
         assert [(await client.get(path)).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 200]
+        assert (await client.put("/ready")).status_code == 405
+        assert (await client.head("/ready")).status_code == 503
         await running.aclose()
         assert (await client.get("/ready")).status_code == 200
 
