@@ -1,6 +1,6 @@
 """Time products with 4-bit weights: `python -m benchmarks.four_bit` on a CUDA device.
 
-Each is timed as in a step: a CUDA graph of many launches in turn, over weights that together exceed the L2. Every plan
+Each is timed as in a step (linear.seconds_a_launch), over weights that together exceed the L2. Every plan
 is checked against float64 first, at the real depth. With --sweep, candidates are compiled and checked in parallel
 processes, and all are timed; else only what `four_bit_layers.plan_for` says.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan, launch_product, plan_for
 from agentspec.kernels.weights import FP8
 from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.linear import seconds_a_launch
 
 FORMS = {
     "int4": FourBitForm(kind="int4", group=128),
@@ -46,7 +46,8 @@ SHAPES = {
 TOLERANCE = 6e-3
 """Relative difference by norms, in bfloat16."""
 ROTATED_BYTES = 300e6
-NUM_LAUNCHES, NUM_REPLAYS = 24, 5
+EXPECTED_BYTES_PER_SECOND = 2e12
+"""Sets the number of launches that are timed at a time."""
 CHECKED_TILES = 4
 
 
@@ -101,24 +102,8 @@ class Work:
         return float((first.double() - y).norm() / y.norm())
 
     def microseconds(self, plan: FourBitPlan) -> float:
-        def launches() -> None:
-            for _, weight in zip(range(NUM_LAUNCHES), itertools.cycle(self.weights), strict=False):
-                self.run(plan, weight)
-
-        launches()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launches()
-        times: list[float] = []
-        for _ in range(NUM_REPLAYS + 1):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / NUM_LAUNCHES)
-        return statistics.median(times[1:])
+        expected = self.weights[0].nbytes / EXPECTED_BYTES_PER_SECOND
+        return 1e6 * seconds_a_launch(lambda index: self.run(plan, self.weights[index % len(self.weights)]), expected)
 
 
 Cell = tuple[str, str, int]

@@ -8,9 +8,10 @@ Shape letters: O output features (rows), K input features, G groups of a row.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -94,24 +95,70 @@ class FourBitForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FourBit(Weight):
-    """For a matrix or each matrix of a stack, with u the code of (o, k) and g = k // group:
-
-    int4: w[o, k] = (u - zeros[o, g]) * scales[o, g], zeros 8 where there are none (GPTQ, arXiv 2210.17323; AWQ, arXiv
-    2306.00978). e2m1: w[o, k] = e2m1(u) * scales[o, g] * multipliers[o], multiplied in this order ("Pretraining Large
-    Language Models with NVFP4", arXiv 2509.25149, section 3)."""
+class FourBitParts(Weight):
+    """What a 4-bit weight consists of in any order: row by row (FourBit), or in tiles (four_bit_tiles.py)."""
 
     plan_key: ClassVar[str] = "4 bits"
 
     form: FourBitForm
     values: Tensor
-    """Codes, uint8 [..., O, K / 2]: column 2 j in the low nibble of byte j."""
+    """Codes."""
     scales: Tensor
-    """form.scale_dtype [..., O, G]."""
     zeros: Tensor | None = None
-    """uint8 [..., O, G], where the form has zero points."""
+    """Where the form has zero points."""
     multipliers: Tensor | None = None
     """e2m1 alone: float32 [..., O]. One a row, so that joined matrices keep each its own."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts if part is not None)
+
+    @property
+    def form_name(self) -> str:
+        return str(self.form)
+
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.values, self.scales, self.zeros, self.multipliers
+
+    def to(self, device: torch.device) -> Self:
+        """The same weight in a device's memory."""
+        return self._made_of([None if part is None else part.to(device) for part in self._parts])
+
+    def stack(self, others: Sequence[Weight]) -> Self:
+        parts = zip(self._parts, *(self._alike(other)._parts for other in others), strict=True)
+        return self._made_of([None if mine is None else torch.cat((mine, *given)) for mine, *given in parts])
+
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        there = self._alike(source.cut(source_region))
+        for mine, given in zip(self.cut(region)._parts, there._parts, strict=True):
+            if mine is not None and given is not None:
+                mine.copy_(given)
+
+    @abstractmethod
+    def cut(self, region: Region) -> Self: ...
+
+    @abstractmethod
+    def _alike(self, other: Weight) -> Self:
+        """The other weight in this one's order; it must have the same form."""
+
+    def _made_of(self, parts: Sequence[Tensor | None]) -> Self:
+        values, scales, zeros, multipliers = parts
+        assert values is not None
+        assert scales is not None
+        return replace(self, values=values, scales=scales, zeros=zeros, multipliers=multipliers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FourBit(FourBitParts):
+    """For a matrix or each matrix of a stack, with u the code of (o, k) and g = k // group:
+
+    int4: w[o, k] = (u - zeros[o, g]) * scales[o, g], zeros 8 where there are none (GPTQ, arXiv 2210.17323; AWQ, arXiv
+    2306.00978). e2m1: w[o, k] = e2m1(u) * scales[o, g] * multipliers[o], multiplied in this order ("Pretraining Large
+    Language Models with NVFP4", arXiv 2509.25149, section 3).
+
+    values: uint8 [..., O, K / 2], column 2 j in the low nibble of byte j. scales: form.scale_dtype [..., O, G]. zeros:
+    uint8 [..., O, G]."""
 
     def __post_init__(self) -> None:
         *rows, depth = self.shape
@@ -127,28 +174,6 @@ class FourBit(Weight):
     def shape(self) -> torch.Size:
         *rows, num_bytes = self.values.shape
         return torch.Size((*rows, 2 * num_bytes))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts if part is not None)
-
-    @property
-    def form_name(self) -> str:
-        return str(self.form)
-
-    @property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.values, self.scales, self.zeros, self.multipliers
-
-    def to(self, device: torch.device) -> FourBit:
-        """The same weight in a device's memory."""
-        return FourBit(
-            form=self.form,
-            values=self.values.to(device),
-            scales=self.scales.to(device),
-            zeros=None if self.zeros is None else self.zeros.to(device),
-            multipliers=None if self.multipliers is None else self.multipliers.to(device),
-        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Computed in float32, then rounded to `dtype`. Exact in float32 for int4 whose scales have at most 19 bits of
@@ -193,28 +218,7 @@ class FourBit(Weight):
         )
 
     def select_rows(self, ids_O: Tensor) -> FourBit:
-        values, scales, zeros, multipliers = (None if part is None else part[ids_O] for part in self._parts)
-        assert values is not None
-        assert scales is not None
-        return FourBit(form=self.form, values=values, scales=scales, zeros=zeros, multipliers=multipliers)
-
-    def stack(self, others: Sequence[Weight]) -> FourBit:
-        parts = [self, *(self._alike(other) for other in others)]
-        return FourBit(
-            form=self.form,
-            values=torch.cat([part.values for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
-            multipliers=None
-            if self.multipliers is None
-            else torch.cat([part.multipliers for part in parts if part.multipliers is not None]),
-        )
-
-    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
-        here, there = self.cut(region), self._alike(source).cut(source_region)
-        for mine, given in zip(here._parts, there._parts, strict=True):
-            if mine is not None and given is not None:
-                mine.copy_(given)
+        return self._made_of([None if part is None else part[ids_O] for part in self._parts])
 
     def _alike(self, other: Weight) -> FourBit:
         assert isinstance(other, FourBit), f"{type(other).__name__} cannot be joined with 4-bit rows"

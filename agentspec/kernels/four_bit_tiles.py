@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from agentspec.kernels.four_bit import FourBit, FourBitForm, pack, unpack
+from agentspec.kernels.four_bit import FourBit, FourBitForm, FourBitParts, pack, unpack
 from agentspec.kernels.weights import FP8, Region, Weight
 
 TILE_ROWS = 8
@@ -47,21 +46,12 @@ def has_tiles(form: FourBitForm, shape: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FourBitTiles(Weight):
-    """The weight that `rows()` defines, in tiles."""
+class FourBitTiles(FourBitParts):
+    """The weight [O, K] that `rows()` defines, in tiles.
 
-    plan_key: ClassVar[str] = "4 bits"
-
-    form: FourBitForm
-    values: Tensor
-    """int32 [R, C, 8, 4, 4], contiguous except for slices of columns."""
-    scales: Tensor
-    """int4: form.scale_dtype [R, C, 8]. e2m1: uint8 [R, C, row 8, half 2, i 4], as E5M3_BIAS says; those of columns 32
-    i + 16 half + 0..15."""
-    zeros: Tensor | None = None
-    """uint8 [R, C, 8], where the form has zero points."""
-    multipliers: Tensor | None = None
-    """e2m1 alone: float32 [O]."""
+    values: int32 [R, C, 8, 4, 4], contiguous except for slices of columns. scales: of int4 form.scale_dtype [R, C, 8];
+    of e2m1 uint8 [R, C, row 8, half 2, i 4], as E5M3_BIAS says, those of columns 32 i + 16 half + 0..15. zeros: uint8
+    [R, C, 8]."""
 
     @classmethod
     def empty(cls, form: FourBitForm, shape: Sequence[int], device: torch.device) -> FourBitTiles:
@@ -107,18 +97,6 @@ class FourBitTiles(Weight):
     def shape(self) -> torch.Size:
         return torch.Size((self.values.shape[0] * TILE_ROWS, self.values.shape[1] * TILE_COLUMNS))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts if part is not None)
-
-    @property
-    def form_name(self) -> str:
-        return str(self.form)
-
-    @property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.values, self.scales, self.zeros, self.multipliers
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.rows().dequantize(dtype)
 
@@ -140,27 +118,9 @@ class FourBitTiles(Weight):
     def select_rows(self, ids_O: Tensor) -> FourBit:
         return self.rows().select_rows(ids_O)
 
-    def stack(self, others: Sequence[Weight]) -> FourBitTiles:
-        parts = [self, *(self._alike(other) for other in others)]
-        joined = [
-            None if mine is None else torch.cat([part._parts[index] for part in parts])  # type: ignore[misc]
-            for index, mine in enumerate(self._parts)
-        ]
-        values, scales, zeros, multipliers = joined
-        assert values is not None
-        assert scales is not None
-        return FourBitTiles(form=self.form, values=values, scales=scales, zeros=zeros, multipliers=multipliers)
-
-    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
-        """source: in tiles or row by row, with this form."""
-        part = source.cut(source_region)
-        if isinstance(part, FourBit):
-            part = FourBitTiles.of(part.to(self.device))
-        for mine, given in zip(self.cut(region)._parts, self._alike(part)._parts, strict=True):
-            if mine is not None and given is not None:
-                mine.copy_(given)
-
     def _alike(self, other: Weight) -> FourBitTiles:
+        if isinstance(other, FourBit):
+            other = FourBitTiles.of(other.to(self.device))
         assert isinstance(other, FourBitTiles), f"{type(other).__name__} cannot be joined with 4-bit tiles"
         assert other.form == self.form, f"{other.form} cannot be joined with {self.form}"
         return other

@@ -108,6 +108,10 @@ def weights_of(layer: Any) -> list[kernels.Weight]:
 
 
 def test_decode_blocks_match_exact_weights(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+    check_decode_blocks(twins)
+
+
+def check_decode_blocks(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
     for what, window in WINDOWS.items():
         errors = ForcedWindows(*twins, **window, seed=1).run()
         worst = max(errors, key=lambda name: errors[name])
@@ -145,6 +149,11 @@ def test_small_float32_models_match_cpu(family: Family, cuda: torch.device, tmp_
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_quantized_model_streams_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
+    check_streams(checkpoint, cuda)
+
+
+def check_streams(checkpoint: Path, cuda: torch.device) -> None:
+    """Agents' streams on the device against each turn alone on the CPU."""
     simulation = Simulation(
         EngineSetup(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99),
         checkpoint,

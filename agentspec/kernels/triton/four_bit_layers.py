@@ -8,6 +8,7 @@ outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from agentspec.kernels.triton.launch import (
     release_next,
 )
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
+from agentspec.kernels.weights import Weight
 
 FEW_TOKENS = 128
 """Most tokens that are multiplied with weights as they are decoded. Up to here four blocks of 32 tokens, as measured
@@ -91,9 +93,10 @@ def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -
     )
 
 
-def takes_tiles(x_NK: Tensor) -> bool:
-    """Whether the product is `step_product`: of few tokens, in bfloat16."""
-    return len(x_NK) <= FEW_TOKENS and (INTERPRETED or x_NK.dtype == torch.bfloat16)
+def takes_step_product(weight_OK: Weight, x_NK: Tensor) -> TypeGuard[FourBitTiles]:
+    """Whether the product is `step_product`: with tiles, of few tokens, in bfloat16."""
+    is_few = len(x_NK) <= FEW_TOKENS and (INTERPRETED or x_NK.dtype == torch.bfloat16)
+    return is_few and isinstance(weight_OK, FourBitTiles)
 
 
 def step_product(

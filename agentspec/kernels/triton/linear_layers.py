@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton.four_bit_layers import prompt_product, step_product, takes_tiles
+from agentspec.kernels.triton.four_bit_layers import prompt_product, step_product, takes_step_product
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_kernels import (
@@ -40,14 +40,14 @@ _CHOICE_BLOCK = 1024
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
-    if isinstance(weight_OH, FourBitTiles) and takes_tiles(x_NH):
+    if takes_step_product(weight_OH, x_NH):
         return step_product(x_NH, weight_OH)
     plan = _plan("linear", x_NH, weight_OH)
     return library_product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-    if isinstance(weight_OH, FourBitTiles) and takes_tiles(x_NH):
+    if takes_step_product(weight_OH, x_NH):
         return step_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
     plan = _plan("norm_linear", x_NH, weight_OH)
     return (
@@ -58,7 +58,7 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | 
 
 
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
-    if isinstance(weight_HO, FourBitTiles) and takes_tiles(x_NO):
+    if takes_step_product(weight_HO, x_NO):
         return step_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
@@ -69,7 +69,7 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: 
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
-    if isinstance(gate_up_2IH, FourBitTiles) and takes_tiles(x_NH):
+    if takes_step_product(gate_up_2IH, x_NH):
         return step_product(rms_norm(x_NH, norm), gate_up_2IH, is_swiglu=True)
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
     return (
