@@ -23,7 +23,10 @@ MAX_RUNNING = 4
 MAX_QUEUE = 200
 NUM_FLOOD = 60
 """Concurrent requests of one flood."""
-FLOOD_TOKENS = 48
+TURN = {"max_tokens": 48, "ignore_eos": True}
+"""Every turn has the same length. The least grace of a request is a time (0.1 s), so a bound in turns holds only for
+turns that last about that long: choices of one prompt that all ended after a token or two gave up to 46 turns. And an
+empty answer of a newcomer would look like a refusal."""
 NUM_SESSIONS = 12
 """Old sessions that share a memory too small for all of them."""
 TIGHT = {"CHAOS_GATE_BYTES": "6000", "CHAOS_PAGES": "120"}
@@ -94,8 +97,7 @@ async def _count(arena: Arena, name: str, flood: Flood, num_newcomers: int, num_
 async def _turns_before(arena: Arena, session: str) -> int | None:
     """Other turns that start between a new client's arrival and its first token, ENOUGH at most; None if it is
     refused."""
-    # Otherwise one answer in 200 would be empty, which looks like a refusal here.
-    ask = Ask(CHAT, _body(arena, arena.rng, stream=True) | {"ignore_eos": True}, session, arena.served.key)
+    ask = Ask(CHAT, _body(arena, arena.rng, stream=True), session, arena.served.key)
     before = (await arena.served.stats())["engine"]["first_slots"]
 
     async def others() -> int:
@@ -127,7 +129,7 @@ def _body(arena: Arena, rng: random.Random, *, stream: bool = False, num_words: 
     return {
         "model": arena.served.model,
         "messages": [{"role": "user", "content": text}],
-        "max_tokens": FLOOD_TOKENS,
+        **TURN,
         "stream": stream,
         "temperature": 0,
     }
@@ -156,7 +158,7 @@ async def _many_prompts(arena: Arena, stop: asyncio.Event) -> None:
     body = {
         "model": arena.served.model,
         "prompt": [f"{number} {WORDS[number % len(WORDS)]}" for number in range(NUM_FLOOD)],
-        "max_tokens": FLOOD_TOKENS,
+        **TURN,
     }
     while not stop.is_set():
         answer = await exchange(arena.served.port, Ask(COMPLETIONS, body).wire())
