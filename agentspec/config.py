@@ -20,6 +20,7 @@ from agentspec.types import BLOCK_TOKENS, FAIR_COST, most_drafts
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 DraftPrecision = Literal["auto", "checkpoint", "fp8"]
+KvDtype = Literal["auto", "bf16", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Images = Literal["refuse", "drop"]
 StateForm = Literal["auto", "rows", "ring"]
@@ -39,6 +40,9 @@ class EngineConfig:
     device: Device = "auto"
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
+    kv_dtype: KvDtype = "auto"
+    """Keys and values in the pages. fp8: 8-bit floats with a power of two for each head of each token, in half of the
+    memory of bfloat16. bf16: as computed, which needs activations in bfloat16. auto: as computed."""
     tensor_parallel: int = 1
     """Processes (ranks) that hold the model together, each with a part of every layer."""
     draft_tokens: int | Literal["auto"] = "auto"
@@ -111,6 +115,7 @@ class EngineConfig:
         for name, value, choices in (
             ("device", self.device, get_args(Device)),
             ("dtype", self.dtype, get_args(Dtype)),
+            ("kv_dtype", self.kv_dtype, get_args(KvDtype)),
             ("draft_precision", self.draft_precision, get_args(DraftPrecision)),
             ("state_form", self.state_form, get_args(StateForm)),
         ):

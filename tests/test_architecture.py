@@ -139,6 +139,7 @@ ENGINE_FLAGS = {
     "--state-form",
     "--draft-vocab",
     "--draft-precision",
+    "--kv-dtype",
     "--token-counts",
     "--no-prefix-cache",
     "--no-overlap",

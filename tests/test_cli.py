@@ -28,7 +28,7 @@ from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
     "--model", "--device", "--dtype", "--tensor-parallel", "--draft-tokens", "--copy-drafts", "--state-form",
-    "--draft-vocab", "--draft-precision",
+    "--draft-vocab", "--draft-precision", "--kv-dtype",
     "--token-counts",
     "--no-prefix-cache", "--no-overlap", "--no-graphs", "--max-running", "--prefill-budget", "--max-gap",
     "--fair-cost", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights", "--force-acceptance",
@@ -93,6 +93,7 @@ def test_settings_without_flags_are_the_defaults() -> None:
         (["--draft-vocab", "64"], "draft_vocab_size", 64),
         (["--draft-vocab", "0"], "draft_vocab_size", 0),
         (["--draft-precision", "fp8"], "draft_precision", "fp8"),
+        (["--kv-dtype", "fp8"], "kv_dtype", "fp8"),
         (["--token-counts", "counts.json"], "token_counts", "counts.json"),
         (["--no-prefix-cache"], "prefix_cache", False),
         (["--no-overlap"], "overlap", False),

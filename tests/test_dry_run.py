@@ -324,6 +324,7 @@ def test_flags_shape_the_dry_run(trace: str, tmp_path: Path) -> None:
         ["--no-prefix-cache"],
         ["--draft-vocab", "64"],
         ["--draft-precision", "fp8"],
+        ["--kv-dtype", "fp8"],
         ["--token-counts", "counts.json"],
         ["--no-overlap"],
         ["--no-graphs"],

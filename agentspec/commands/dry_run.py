@@ -99,6 +99,7 @@ def _refuse_flags(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("force_acceptance", args.force_acceptance, None),
         ("device", args.device, idle.device),
         ("dtype", args.dtype, idle.dtype),
+        ("kv_dtype", args.kv_dtype, idle.kv_dtype),
         ("draft_vocab", args.draft_vocab, None),
         ("draft_precision", args.draft_precision, idle.draft_precision),
         ("token_counts", args.token_counts, None),

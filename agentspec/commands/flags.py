@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig, StateForm
+from agentspec.config import EngineConfig, Images, KvDtype, LogLevel, ServerConfig, StateForm
 from agentspec.errors import ConfigError
 from agentspec.types import FAIR_COST, most_drafts
 
@@ -222,6 +222,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations"
     )
+    group.add_argument(
+        "--kv-dtype",
+        choices=get_args(KvDtype),
+        default="auto",
+        help="keys and values: as computed (auto; bf16 says so), or in 8 bits, which takes half of the memory (fp8; on "
+        "a CPU only so far)",
+    )
     _add_number(
         group,
         "--tensor-parallel",
@@ -368,6 +375,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         state_form=args.state_form,
         draft_vocab_size=args.draft_vocab,
         draft_precision=args.draft_precision,
+        kv_dtype=args.kv_dtype,
         token_counts=args.token_counts,
         prefix_cache=not args.no_prefix_cache,
         overlap=not args.no_overlap,

@@ -64,6 +64,8 @@ def _of_model(needs: Needs, *, has_weights: bool) -> Iterator[str]:
         yield f"note: there are no weights: sizes are by config.json, in {dtype} where it names no other form"
     if (reason := why_cpu_only(needs.text)) is not None:
         yield f"note: {reason}"
+    if needs.config.kv_dtype == "fp8":
+        yield "note: keys and values in FP8 run on the CPU reference only so far"
     num_rows, ring_bytes = needs.state_per_slot
     a_token, a_ring = _size(spec.page_bytes / spec.block_tokens), f" and a ring of {_size(ring_bytes)}"
     state = [

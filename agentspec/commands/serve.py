@@ -302,7 +302,8 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ),
         (
             "  pages",
-            f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention, {setup.block_tokens} tokens each)",
+            f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention{_kv_form(config)}, "
+            f"{setup.block_tokens} tokens each)",
         ),
         (
             "host memory",
@@ -328,6 +329,10 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
     width = max(len(name) for name, _ in lines)
     title = f"agentspec {version()} serves {info.model_id} at {url}/v1"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])
+
+
+def _kv_form(config: EngineConfig) -> str:
+    return " in FP8" if config.kv_dtype == "fp8" else ""
 
 
 def _ranks(count: int) -> str:

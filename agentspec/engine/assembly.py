@@ -22,7 +22,17 @@ from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.fit import Needs, what_would_fit
 from agentspec.engine.ranks import DEFAULTS, RankOptions, Ranks
-from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, free_bytes, limited, refuse_weights
+from agentspec.engine.settings import (
+    Settings,
+    device_of,
+    drafts_in_fp8,
+    dtype_of,
+    free_bytes,
+    limited,
+    pages_in_fp8,
+    refuse_fp8_pages,
+    refuse_weights,
+)
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline, weight_bytes
@@ -114,6 +124,7 @@ def assemble(
     can't be loaded, ConfigError if a setting doesn't fit it, RankError if a rank ends before it is ready."""
     device = device_of(config)
     dtype = dtype_of(config, device)
+    fp8_pages = pages_in_fp8(config, dtype)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     progress(LOADING, 0, 0)
     whole = resolved_config(model_dir, random_weights=config.random_weights)
@@ -133,7 +144,9 @@ def assemble(
                 config.model,
                 weight_bytes(whole, dtype=dtype),
                 free,
-                lambda: what_would_fit(Needs.of_config(config, model_spec(model_dir, whole, dtype), whole), free),
+                lambda: what_would_fit(
+                    Needs.of_config(config, model_spec(model_dir, whole, dtype, fp8_pages=fp8_pages), whole), free
+                ),
             )
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
@@ -153,6 +166,7 @@ def assemble(
             random_weights=config.random_weights,
             seed=config.seed,
             fp8_drafts=drafts_in_fp8(config, device, dtype),
+            fp8_pages=fp8_pages,
             rank=SINGLE_RANK if ranks is None else ranks.rank,
             group=None if ranks is None else ranks.join(),
             progress=progress,
@@ -183,15 +197,18 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
 
     max_pages: of a sequence; None: memory holds the whole context. Raises as `assemble` does."""
     device = torch.device("cuda")
+    refuse_fp8_pages(config)
     dtype = dtype_of(config, device)
+    fp8_pages = pages_in_fp8(config, dtype)
     text_config = resolved_config(model_dir, random_weights=config.random_weights)
     refuse_device(text_config, device)
-    spec = limited(model_spec(model_dir, text_config, dtype), config)
+    spec = limited(model_spec(model_dir, text_config, dtype, fp8_pages=fp8_pages), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
     settings = Settings.resolve(replace(config, max_running=max_running), spec, device)
 
     def make() -> StepModel:
-        model = outline(text_config, spec, dtype=dtype, fp8_drafts=drafts_in_fp8(config, device, dtype))
+        fp8_drafts = drafts_in_fp8(config, device, dtype)
+        model = outline(text_config, spec, dtype=dtype, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages)
         if settings.max_draft_tokens:
             model.limit_drafts(range(draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)))
         return model

@@ -16,7 +16,7 @@ import torch
 
 from agentspec import kernels
 from agentspec.config import EngineConfig
-from agentspec.engine.settings import Settings, drafts_in_fp8, dtype_of, limited
+from agentspec.engine.settings import Settings, drafts_in_fp8, dtype_of, limited, pages_in_fp8
 from agentspec.errors import ConfigError
 from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
 from agentspec.models.heads import draft_head_bytes, draft_rows
@@ -66,7 +66,7 @@ class Needs:
 
         Raises CheckpointError as loading does, and ConfigError for settings that don't fit the model."""
         text, dtype = resolved_config(model_dir, random_weights=not has_weights), dtype_of(config, GPU)
-        spec = model_spec(model_dir, text, dtype)
+        spec = model_spec(model_dir, text, dtype, fp8_pages=pages_in_fp8(config, dtype))
         if not has_weights:
             return cls.of_config(config, spec, text)
         with Checkpoint(model_dir) as checkpoint:

@@ -28,7 +28,7 @@ from agentspec.engine.assembly import device_side, make_ready
 from agentspec.engine.link import ids_of
 from agentspec.engine.rank_link import Broken, Built, FromRank, Here, Planned, RankBuild, RankMemory, RankStart, ToRank
 from agentspec.engine.ranks import meet
-from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of
+from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, pages_in_fp8
 from agentspec.kernels import GatheredGroup
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model
@@ -144,6 +144,7 @@ def load_part(start: RankStart) -> StepModel:
         random_weights=config.random_weights,
         seed=config.seed,
         fp8_drafts=drafts_in_fp8(config, device, dtype),
+        fp8_pages=pages_in_fp8(config, dtype),
         rank=rank,
         group=group,
     )

@@ -235,6 +235,7 @@ def device_of(config: EngineConfig) -> torch.device:
         raise ConfigError("device", "cuda", "no CUDA device is available")
     if available and config.device != "cpu":
         refuse_ranks(config)
+        refuse_fp8_pages(config)
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
@@ -242,6 +243,12 @@ def refuse_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for several ranks on GPUs."""
     if config.tensor_parallel > 1:
         raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
+
+
+def refuse_fp8_pages(config: EngineConfig) -> None:
+    """Raise ConfigError for keys and values in FP8 on a GPU."""
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype", config.kv_dtype, "its kernels have run in Triton's interpreter only so far")
 
 
 def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -255,6 +262,14 @@ def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype
     if config.draft_precision == "auto":
         return device.type == "cuda" and dtype != torch.float32 and config.draft_tokens != 0
     return config.draft_precision == "fp8"
+
+
+def pages_in_fp8(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """dtype: of activations. Raises ConfigError for pages that would be narrower than asked for, or wider."""
+    if config.kv_dtype == "bf16" and dtype != torch.bfloat16:
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError("kv_dtype", config.kv_dtype, f"activations are in {kind}, and keys and values too; use auto")
+    return config.kv_dtype == "fp8"
 
 
 def _has_ring(config: EngineConfig, spec: ModelSpec, device: torch.device) -> bool:

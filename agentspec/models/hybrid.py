@@ -53,7 +53,13 @@ class MtpHead:
     the trunk."""
 
     def __init__(
-        self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable
+        self,
+        config: TextConfig,
+        ops: kernels.Backend,
+        parameters: ParameterScope,
+        rope: kernels.RopeTable,
+        *,
+        fp8_pages: bool,
     ) -> None:
         self._ops = ops
         eps = config.rms_norm_eps
@@ -61,7 +67,8 @@ class MtpHead:
         self.hidden_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_hidden.weight"), eps=eps)
         self.fc = parameters.take("fc.weight")
         layer = parameters.under("layers.0.")
-        self.attention = GatedAttention(config, ops, layer.under("self_attn."), rope, first_position=1)
+        attention = layer.under("self_attn.")
+        self.attention = GatedAttention(config, ops, attention, rope, first_position=1, fp8_pages=fp8_pages)
         self.layer = DecoderLayer(config, ops, layer, self.attention)
         self.norm = kernels.Norm(weight=parameters.take_tensor("norm.weight"), eps=eps)
 
@@ -82,18 +89,20 @@ class HybridModel(ABC):
         parameters: dict[str, kernels.Weight],
         *,
         fp8_drafts: bool = False,
+        fp8_pages: bool = False,
         group: kernels.Group | None = None,
     ) -> None:
         """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty.
 
         fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`.
+        fp8_pages: store keys and values in 8 bits, those of the MTP layer too.
         group: the ranks that hold the model together. Config and parameters are then what this rank has of it
         (shards.py)."""
         if fp8_drafts:
             quantize_mtp_layer(parameters)
         scope = ParameterScope(parameters)
         trunk = scope.under("model.")
-        self.spec, self.fp8_drafts = spec, fp8_drafts
+        self.spec, self.fp8_drafts, self._fp8_pages = spec, fp8_drafts, fp8_pages
         self._embedding_VH = trunk.take_tensor("embed_tokens.weight")
         self.device = self._embedding_VH.device
         self._ops = ops = kernels.within(group, kernels.backend(self.device))
@@ -109,7 +118,9 @@ class HybridModel(ABC):
         else:
             self._head_VH = scope.take_tensor("lm_head.weight")
         """This rank's rows of the target head."""
-        self._mtp = MtpHead(config, ops, scope.under("mtp."), rope) if config.has_mtp else None
+        self._mtp = None
+        if config.has_mtp:
+            self._mtp = MtpHead(config, ops, scope.under("mtp."), rope, fp8_pages=fp8_pages)
         self._pools: StatePools | None = None
         self._draft_head_OH: kernels.Weight
         self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))

@@ -30,6 +30,7 @@ def outline(
     *,
     dtype: torch.dtype,
     fp8_drafts: bool,
+    fp8_pages: bool = False,
     rank: Rank = SINGLE_RANK,
     group: kernels.Group | None = None,
 ) -> Qwen3_5Model:
@@ -49,7 +50,7 @@ def outline(
             )
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
     config = replace(rank_config(config, rank), layer_types=types)
-    return Qwen3_5Model(config, spec, parameters, fp8_drafts=fp8_drafts, group=group)
+    return Qwen3_5Model(config, spec, parameters, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages, group=group)
 
 
 def parameters_of(config: TextConfig, *, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> dict[str, kernels.Weight]:

@@ -29,6 +29,7 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     fp8_drafts: bool = False,
+    fp8_pages: bool = False,
     rank: Rank = SINGLE_RANK,
     group: kernels.Group | None = None,
     progress: Progress = no_progress,
@@ -36,10 +37,12 @@ def load_model(
     """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
 
     Args:
-        dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
+        dtype: of weights, activations, conv rows, hidden column and, without fp8_pages, keys and values; recurrent
+        state is float32.
         random_weights: read only the JSON files and make random weights from `seed`. A config that doesn't say whether
         there is an MTP head gets one, as in every published checkpoint.
         fp8_drafts: quantise the drafting weights that aren't quantised in the checkpoint (models/fp8_drafts.py).
+        fp8_pages: store keys and values in 8 bits (attention.attention_form).
         rank: load this rank's part of the model. group: of as many ranks.
         progress: called with the number of tensors read.
     Raises ConfigError if the ranks can't share the model, CheckpointError, or UnsupportedModelError that names the
@@ -54,8 +57,10 @@ def load_model(
             parameters = checkpoint.load(config, device=device, dtype=dtype, rank=rank, progress=progress)
             if unused := checkpoint.unused(config):
                 notes.append(f"{len(unused)} multipliers of keys and values are not used")
-    spec = replace(model_spec(path, config, dtype, rank), weights=describe(config, parameters, notes))
-    return Qwen3_5Model(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)
+    spec = model_spec(path, config, dtype, rank, fp8_pages=fp8_pages)
+    spec = replace(spec, weights=describe(config, parameters, notes))
+    precision = {"fp8_drafts": fp8_drafts, "fp8_pages": fp8_pages}
+    return Qwen3_5Model(rank_config(config, rank), spec, parameters, **precision, group=group)
 
 
 def refuse_device(config: TextConfig, device: torch.device) -> None:
@@ -89,10 +94,12 @@ def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
         return config.with_mtp_layers(int(checkpoint.has_mtp))
 
 
-def model_spec(path: Path, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+def model_spec(
+    path: Path, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK, *, fp8_pages: bool = False
+) -> ModelSpec:
     """The engine's description of the model, from its config and JSON files; the name is the directory's. Rows and
-    pages have the bytes of a rank's part."""
-    forms = state_forms(rank_config(config, rank), dtype)
+    pages have the bytes of a rank's part. fp8_pages: see `load_model`."""
+    forms = state_forms(rank_config(config, rank), dtype, fp8_pages=fp8_pages)
     return ModelSpec(
         name=path.resolve().name,
         vocab_size=config.vocab_size,

@@ -35,6 +35,7 @@ _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kernels", "models", "mtp", "runtime")
 _SETTINGS = (
     "dtype",
+    "kv_dtype",
     "tensor_parallel",
     "draft_tokens",
     "copy_drafts",

@@ -2,6 +2,7 @@
 
     python -m scripts.tiny_agent.evaluate                         the figures of the model card, for the bundled model
     python -m scripts.tiny_agent.evaluate --model DIR --errors 5  five turns that missed, next to the gold answers
+    python -m scripts.tiny_agent.evaluate --kv-dtype fp8          with keys and values in FP8
     python -m scripts.tiny_agent.evaluate --what quality --check  exit status 1 below 95 % valid calls or 80 % sessions
     at goal
 
@@ -16,11 +17,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import torch
 
-from agentspec.config import EngineConfig
+from agentspec.config import EngineConfig, KvDtype
 from agentspec.engine import bundled, local_server
 from agentspec.errors import AgentspecError, ConfigError
 from scripts.tiny_agent import acceptance, misses, quality
@@ -48,7 +49,11 @@ def main() -> int:
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise ConfigError("json", arguments.json, "there is no such directory")
     config = EngineConfig(
-        model=arguments.model, device=arguments.device, max_running=arguments.concurrency, seed=arguments.seed
+        model=arguments.model,
+        device=arguments.device,
+        kv_dtype=arguments.kv_dtype,
+        max_running=arguments.concurrency,
+        seed=arguments.seed,
     )
     progress = None if arguments.quiet else sys.stderr
     judged, rows = None, None
@@ -156,6 +161,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and every call")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default="auto", help="as of an engine")
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY, metavar="N", help="sessions at a time; default: %(default)s"
     )

@@ -18,10 +18,17 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     fp8_drafts: bool = False,
+    fp8_pages: bool = False,
 ) -> Qwen3_5Model:
     """As `registry.load_model`."""
     model = registry.load_model(
-        path, device=device, dtype=dtype, random_weights=random_weights, seed=seed, fp8_drafts=fp8_drafts
+        path,
+        device=device,
+        dtype=dtype,
+        random_weights=random_weights,
+        seed=seed,
+        fp8_drafts=fp8_drafts,
+        fp8_pages=fp8_pages,
     )
     assert isinstance(model, Qwen3_5Model)
     return model

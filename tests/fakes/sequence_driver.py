@@ -17,6 +17,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
+from tests.fakes.fp8_pool import POISON
 from tests.fakes.prompt_run import Run, batch_of
 
 
@@ -31,11 +32,11 @@ class DrivenSequence:
 
 
 def poison(model: Qwen3_5Model) -> None:
-    """Make every row but ZERO_ROW, and every page, NaN."""
+    """Make every row but ZERO_ROW, and every page, NaN. Integers have none: exponents of FP8 pages become infinite."""
     for part_R in model.row_tensors():
         part_R[ZERO_ROW + 1 :] = torch.nan
     for part_P in model.page_tensors():
-        part_P.fill_(torch.nan)
+        part_P.fill_(torch.nan if part_P.dtype.is_floating_point else POISON)
 
 
 class Driver:

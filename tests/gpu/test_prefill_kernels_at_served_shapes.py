@@ -67,13 +67,11 @@ def check_attention(case: Case, device: torch.device) -> None:
     plain, real = inputs.to(device, torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
     got = attention_checks.run(real)[:num_tokens]
-    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[
-        :num_tokens
-    ]
+    want = attention_checks.attend(reference.attention_prefill, plain)[:num_tokens]
     error = relative_error(got, want)
     print(f"{case.num_heads} heads of {case.head_dim}, {case.dtype}: {error:.1e}")
     assert error < attention_checks.TOLERANCE[case.dtype], case
-    attention_checks.check_stores(case, inputs.kv_P2SGD, real.kv_P2SGD.cpu(), plain.kv_P2SGD.cpu(), inputs.batch)
+    attention_checks.check_stores(case, inputs.pool, real.pool, plain.pool, inputs.batch)
 
 
 @pytest.mark.parametrize("spans", SPANS)

@@ -97,6 +97,10 @@ def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:
     return load_model(checkpoint, device=device, dtype=torch.float32)
 
 
+def load_with_fp8_pages(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:
+    return load_model(checkpoint, device=device, dtype=torch.float32, fp8_pages=True)
+
+
 Loader = Callable[[Path, torch.device], Qwen3_5Model]
 """Loads the model of a checkpoint: `load`, or one with other mixers."""
 

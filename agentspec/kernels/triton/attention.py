@@ -34,6 +34,7 @@ from torch import Tensor
 from agentspec import types
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
 
@@ -69,11 +70,11 @@ def attention_step(
     start_B: Tensor,
     *,
     first_position: int,
+    exponent_P2SG: Tensor | None = None,
 ) -> Tensor:
     """A page must have a multiple of 16 tokens. An inert slot, whose first page is the scratch page, stores nothing
     and gets zeros."""
     assert projected_NP.stride(1) == 1
-    assert kv_P2SGD.is_contiguous()
     assert page_table_BP.is_contiguous()
     assert start_B.is_contiguous()
     num_slots, num_pages = page_table_BP.shape
@@ -81,7 +82,9 @@ def attention_step(
     num_columns = projected_NP.shape[0] // num_slots
     shares = weights.num_heads // num_kv_heads
     block_rows = task_rows(num_columns * shares)
-    plan = attend_plan(block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device))
+    plan = attend_plan(
+        block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device), fp8=exponent_P2SG is not None
+    )
     shapes = {
         "T": num_columns,
         "G": num_kv_heads,
@@ -111,7 +114,8 @@ def attention_step(
         weights.k_norm.eps,
         rope.cos_LA,
         rope.sin_LA,
-        kv_P2SGD,
+        as_bytes(kv_P2SGD, exponent_P2SG),
+        exponent_P2SG,
         page_table_BP,
         num_slots,
         num_pages,
@@ -182,18 +186,27 @@ def block_slots(num_slots: int) -> int:
 
 
 def attend_plan(
-    block_rows: int, dtype: torch.dtype, head_dim: int, shared_bytes: int = HOPPER_SHARED_BYTES
+    block_rows: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
+    *,
+    fp8: bool = False,
 ) -> AttendPlan:
-    """Choose the first launch's plan. At least 64 KB of loads must be in flight in every multiprocessor; the number of
-    programs is what fits its registers and shared memory.
+    """Choose the first launch's plan. dtype: of activations. fp8: keys and values are in FP8.
+
+    At least 64 KB of loads must be in flight in every multiprocessor; the number of programs is what fits its registers
+    and shared memory.
 
     The compiler pipelines the page ids and the tiles that depend on them as two levels, so (num_stages - 1) // 2 tiles
     are loaded ahead. Where the shared memory of a program is less than Hopper's, fewer are, so that programs_per_sm
     fit."""
     plan = _attend_plan(block_rows, dtype)
+    if fp8 and dtype != torch.float32:
+        plan = plan._replace(num_stages=2 * plan.num_stages - 1)  # as many bytes
     if shared_bytes >= HOPPER_SHARED_BYTES or dtype == torch.float32:
         return plan
-    tile_bytes = 2 * plan.block_keys * head_dim * dtype.itemsize
+    tile_bytes = 2 * plan.block_keys * head_dim * (1 if fp8 else dtype.itemsize)
     room = shared_bytes - 2 * block_rows * head_dim * dtype.itemsize
     programs = min(plan.programs_per_sm, max(1, room // (2 * tile_bytes)))
     ahead = min((plan.num_stages - 1) // 2, max(1, room // programs // tile_bytes))
@@ -344,6 +357,8 @@ def _store_window(  # type: ignore[no-untyped-def]
     cos_LA,
     sin_LA,
     kv_head,
+    exponent_P2SG,
+    g,
     pages_P,
     start,
     begin,
@@ -357,7 +372,7 @@ def _store_window(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
 ):
     """Store keys and values of the columns whose positions are in begin..end-1. `keys`: the head's key of column 0;
-    `kv_head`: the head in page 0."""
+    `kv_head`: head g in page 0."""
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     position = start + t
@@ -367,9 +382,10 @@ def _store_window(  # type: ignore[no-untyped-def]
     is_real = is_mine[:, None] & (d < D)[None, :]
     v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=is_real, other=0.0)
     page = tl.load(pages_P + position // PAGE, mask=is_mine, other=0).to(tl.int64)
-    place = kv_head + (page * (2 * PAGE) + position % PAGE)[:, None] * (G * D) + d[None, :]
-    tl.store(place, k.to(kv_head.dtype.element_ty), mask=is_real)
-    tl.store(place + PAGE * G * D, v, mask=is_real)
+    token = page * (2 * PAGE) + position % PAGE
+    place = kv_head + token[:, None] * (G * D) + d[None, :]
+    store_heads(place, k.to(keys.dtype.element_ty), is_real, exponent_P2SG, token * G + g, is_mine)
+    store_heads(place + PAGE * G * D, v, is_real, exponent_P2SG, (token + PAGE) * G + g, is_mine)
 
 
 @triton.jit
@@ -377,6 +393,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
     q,
     query_position_M,
     kv_head,
+    exponent_P2SG,
+    g,
     pages_P,
     first_unit,
     num_units,
@@ -404,18 +422,18 @@ def _attend_run(  # type: ignore[no-untyped-def]
     for unit in range(first_unit, first_unit + num_units):
         position = unit * BLOCK_S + s
         page = tl.load(pages_P + unit // (PAGE // BLOCK_S)).to(tl.int64)
-        tile = (
-            kv_head
-            + page * (2 * PAGE * G * D)
-            + ((unit % (PAGE // BLOCK_S)) * BLOCK_S + s)[:, None] * (G * D)
-            + d[None, :]
-        )
-        is_key = ((position >= FIRST) & (position < length))[:, None]
+        place = (unit % (PAGE // BLOCK_S)) * BLOCK_S + s
+        tile = kv_head + page * (2 * PAGE * G * D) + place[:, None] * (G * D) + d[None, :]
+        is_key_S = (position >= FIRST) & (position < length)
+        is_key = is_key_S[:, None]
         if BLOCK_D != D:
             is_key = is_key & (d < D)[None, :]
-        k = tl.load(tile, mask=is_key, other=0.0)
-        v = tl.load(tile + PAGE * G * D, mask=is_key, other=0.0)
+        k = decoded(tl.load(tile, mask=is_key, other=0), q.dtype)
+        v = decoded(tl.load(tile + PAGE * G * D, mask=is_key, other=0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if exponent_P2SG is not None:
+            exponent_S = exponent_P2SG + page * (2 * PAGE * G) + place * G + g
+            scores *= multipliers(exponent_S, is_key_S)[None, :]
         is_visible = (position[None, :] <= query_position_M[:, None]) & (position >= FIRST)[None, :]
         scores = tl.where(is_visible, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
@@ -423,6 +441,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(largest - base)
         weight = tl.exp2(scores - base[:, None])
         exponentials = exponentials * shrink[:, None] + weight
+        if exponent_P2SG is not None:
+            weight *= multipliers(exponent_S + PAGE * G, is_key_S)[None, :]
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
         largest = new_largest
     return largest, tl.sum(exponentials, axis=1), values
@@ -430,9 +450,9 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, page_table_BP, num_slots,
-    num_pages, start_B, scale, queries_CMD, sums_CMD, scores_2CM, T: tl.constexpr, G: tl.constexpr,
-    SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr,
+    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2SG,
+    page_table_BP, num_slots, num_pages, start_B, scale, queries_CMD, sums_CMD, scores_2CM, T: tl.constexpr,
+    G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -461,6 +481,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 cos_LA,
                 sin_LA,
                 kv_P2SGD + g * D,
+                exponent_P2SG,
+                g,
                 pages_P,
                 start,
                 run_begin,
@@ -487,7 +509,7 @@ def _attend(  # type: ignore[no-untyped-def]
             A,
         )
         column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
-        attend = (q, start + column, kv_P2SGD + g * D, pages_P, first_unit, run, start + T, scale)
+        attend = (q, start + column, kv_P2SGD + g * D, exponent_P2SG, g, pages_P, first_unit, run, start + T, scale)
         largest, exponentials, values = _attend_run(*attend, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION)
         partial += tl.arange(0, BLOCK_M)
         num_partials = tl.num_programs(0) + num_slots * (G * ROW_BLOCKS)

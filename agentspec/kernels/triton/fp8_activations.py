@@ -66,13 +66,26 @@ def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTok
 def to_fp8(x):  # type: ignore[no-untyped-def]
     """float32 to the nearest float8_e4m3fn, ties to even; magnitudes above 448 become 448."""
     if _INTERPRETED:
-        # The interpreter's cast truncates: round to a representable value first. Adding 1.5 * 2^(e + 20) rounds a
-        # float32 at 2^(e - 3).
-        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-        shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
-        x = (x + shift) - shift
+        # The interpreter's cast truncates: round to a representable value first.
+        x = _rounded(x)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def fp8_bits(x):  # type: ignore[no-untyped-def]
+    """The codes of `to_fp8` as uint8, also on devices without the type."""
+    # Times 2^-120, a float32's exponent and first mantissa bits are those of the 8-bit float, subnormals included.
+    bits = (_rounded(x) * 2.0**-120).to(tl.int32, bitcast=True)
+    return (((bits >> 24) & 0x80) | ((bits >> 20) & 0x7F)).to(tl.uint8)
+
+
+@triton.jit
+def _rounded(x):  # type: ignore[no-untyped-def]
+    """float32 rounded to the nearest value of a float8_e4m3fn. Adding 1.5 * 2^(e + 20) rounds at 2^(e - 3)."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
+    return (x + shift) - shift
 
 
 @triton.jit

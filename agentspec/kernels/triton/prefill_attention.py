@@ -40,6 +40,7 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
+from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
@@ -78,17 +79,23 @@ class AttendPlan(NamedTuple):
 
 
 def attend_plan(
-    dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hopper: bool, shared_bytes: int = HOPPER_SHARED_BYTES
+    dtype: torch.dtype,
+    head_dim: int,
+    page_tokens: int,
+    *,
+    is_hopper: bool,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
+    fp8: bool = False,
 ) -> AttendPlan:
     """Choose the second launch's plan. On Hopper, large heads of 16 bits, which published models have, use the Hopper
-    kernel. shared_bytes: of a program, at most."""
+    kernel. dtype: of activations. shared_bytes: of a program, at most. fp8: keys and values are in FP8."""
     if INTERPRETED:
         return AttendPlan(block_rows=_MIN_DOT, num_warps=4, num_stages=2, is_hopper=False)
     if dtype == torch.float32:
         return AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=False)
-    if is_hopper and head_dim in (128, 256) and page_tokens == 64:
+    if is_hopper and head_dim in (128, 256) and page_tokens == 64 and not fp8:
         return AttendPlan(block_rows=hopper.BLOCK_M, num_warps=hopper.NUM_WARPS, num_stages=1, is_hopper=True)
-    if head_dim > 128 and shared_bytes < _WIDE_SHARED_BYTES:
+    if head_dim > 128 and (fp8 or shared_bytes < _WIDE_SHARED_BYTES):
         return AttendPlan(block_rows=64, num_warps=8, num_stages=1, is_hopper=False)
     if head_dim > 128:
         return AttendPlan(block_rows=128, num_warps=8, num_stages=2, is_hopper=False)
@@ -97,18 +104,27 @@ def attend_plan(
 
 @touches_pools
 def attention_prefill(
-    projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+    projected_NP: Tensor,
+    weights: AttentionWeights,
+    rope: RopeTable,
+    kv_P2SGD: Tensor,
+    batch: PrefillBatch,
+    *,
+    exponent_P2SG: Tensor | None = None,
 ) -> Tensor:
     """A page must have a power of two of tokens, at least 16."""
-    num_tokens, num_heads, num_kv_heads, head_dim = (
-        projected_NP.shape[0],
-        weights.num_heads,
-        weights.num_kv_heads,
-        weights.head_dim,
+    num_tokens, device = projected_NP.shape[0], projected_NP.device
+    num_heads, num_kv_heads, head_dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    num_programs, is_hopper = _machine(device)
+    most = shared_bytes(device)
+    plan = attend_plan(
+        projected_NP.dtype,
+        head_dim,
+        kv_P2SGD.shape[2],
+        is_hopper=is_hopper,
+        shared_bytes=most,
+        fp8=exponent_P2SG is not None,
     )
-    num_programs, is_hopper = _machine(projected_NP.device)
-    most = shared_bytes(projected_NP.device)
-    plan = attend_plan(projected_NP.dtype, head_dim, kv_P2SGD.shape[2], is_hopper=is_hopper, shared_bytes=most)
     shapes = {
         "G": num_kv_heads,
         "SHARES": num_heads // num_kv_heads,
@@ -116,7 +132,6 @@ def attention_prefill(
         "BLOCK_M": plan.block_rows,
         "PAGE": kv_P2SGD.shape[2],
     }
-    device = projected_NP.device
     most_tiles = num_kv_heads * (triton.cdiv(num_tokens * shapes["SHARES"], plan.block_rows) + batch.spans_UF.shape[0])
     queries_NQD = torch.empty(num_tokens, num_heads, head_dim, dtype=projected_NP.dtype, device=device)
     line_4I = torch.empty(4, most_tiles + 1, dtype=torch.int32, device=device)
@@ -126,6 +141,7 @@ def attention_prefill(
         weights,
         rope,
         kv_P2SGD,
+        exponent_P2SG,
         batch,
         queries_NQD,
         line_4I,
@@ -140,12 +156,16 @@ def attention_prefill(
     block_dims = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if not plan.is_hopper:
+    pool: tuple[object, ...]
+    if plan.is_hopper:
+        pool = (hopper.descriptor(kv_P2SGD),)
+    else:
+        pool = (as_bytes(kv_P2SGD, exponent_P2SG), exponent_P2SG)
         sizes |= {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
     (hopper.attend if plan.is_hopper else _attend)[(num_programs,)](
         queries_NQD,
         *arguments,
-        hopper.descriptor(kv_P2SGD) if plan.is_hopper else kv_P2SGD,
+        *pool,
         batch.page_table_UP,
         batch.page_table_UP.shape[1],
         *layout,
@@ -156,14 +176,19 @@ def attention_prefill(
         **sizes,
         **overlapped(),
     )
-    block_rows = min(_COMBINE_ROWS, plan.block_rows)
+    partials = sums_CMD, scores_2CM, *arguments, *layout, out_NX
+    _combine_partials(partials, num_programs, plan.block_rows, block_dims, shapes)
+    return out_NX
+
+
+def _combine_partials(
+    partials: tuple[object, ...], num_programs: int, tile_rows: int, block_dims: int, shapes: dict[str, int]
+) -> None:
+    """Run the third launch. partials: its tensors and sizes."""
+    block_rows = min(_COMBINE_ROWS, tile_rows)
     combine_shapes: dict[str, Any] = {name: shapes[name] for name in ("G", "SHARES", "D", "BLOCK_M")}
-    _combine[(num_programs, plan.block_rows // block_rows)](
-        sums_CMD,
-        scores_2CM,
-        *arguments,
-        *layout,
-        out_NX,
+    _combine[(num_programs, tile_rows // block_rows)](
+        *partials,
         BLOCK_R=block_rows,
         BLOCK_C=triton.next_power_of_2(num_programs),
         BLOCK_D=block_dims,
@@ -171,12 +196,17 @@ def attention_prefill(
         **combine_shapes,
         **overlapped(),
     )
-    return out_NX
 
 
 @touches_pools
 def store_keys_values(
-    projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+    projected_NK: Tensor,
+    weights: AttentionWeights,
+    rope: RopeTable,
+    kv_P2SGD: Tensor,
+    batch: PrefillBatch,
+    *,
+    exponent_P2SG: Tensor | None = None,
 ) -> None:
     shapes = {
         "G": weights.num_kv_heads,
@@ -185,7 +215,8 @@ def store_keys_values(
         "BLOCK_M": _MIN_DOT,
         "PAGE": kv_P2SGD.shape[2],
     }
-    _prepare(projected_NK, projected_NK, weights, rope, kv_P2SGD, batch, projected_NK, batch.page_table_UP, shapes, 0)
+    pool = kv_P2SGD, exponent_P2SG
+    _prepare(projected_NK, projected_NK, weights, rope, *pool, batch, projected_NK, batch.page_table_UP, shapes, 0)
 
 
 def _prepare(
@@ -194,6 +225,7 @@ def _prepare(
     weights: AttentionWeights,
     rope: RopeTable,
     kv_P2SGD: Tensor,
+    exponent_P2SG: Tensor | None,
     batch: PrefillBatch,
     queries_NQD: Tensor,
     line_4I: Tensor,
@@ -203,7 +235,6 @@ def _prepare(
     """Run the first launch. Without queries (SHARES 0) it only stores keys and values, and `queries_NQD` and `line_4I`
     are unused."""
     assert projected_NP.stride(1) == 1
-    assert kv_P2SGD.is_contiguous()
     num_tokens, head_dim = projected_NP.shape[0], weights.head_dim
     heads = shapes["G"] * (shapes["SHARES"] + 1)
     _norm_and_store[(1 + triton.cdiv(num_tokens, _BLOCK_N) * heads,)](
@@ -217,7 +248,8 @@ def _prepare(
         weights.k_norm.eps,
         rope.cos_LA,
         rope.sin_LA,
-        kv_P2SGD,
+        as_bytes(kv_P2SGD, exponent_P2SG),
+        exponent_P2SG,
         batch.position_N,
         batch.spans_UF,
         batch.spans_UF.shape[0],
@@ -266,6 +298,7 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
     cos_LA,
     sin_LA,
     kv_P2SGD,
+    exponent_P2SG,
     position_N,
     spans_UF,
     num_spans,
@@ -329,9 +362,10 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
             k = norm_rope(keys, row, is_real, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
             mask = is_real[:, None] & (d < D)[None, :]
             v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=mask, other=0.0)
-            place = kv_P2SGD + g * D + (page * (2 * PAGE) + position % PAGE)[:, None] * (G * D) + d[None, :]
-            tl.store(place, k.to(kv_P2SGD.dtype.element_ty), mask=mask)
-            tl.store(place + PAGE * G * D, v, mask=mask)
+            token = page * (2 * PAGE) + position % PAGE
+            pool = kv_P2SGD + g * D + token[:, None] * (G * D) + d[None, :]
+            store_heads(pool, k.to(keys.dtype.element_ty), mask, exponent_P2SG, token * G + g, is_real)
+            store_heads(pool + PAGE * G * D, v, mask, exponent_P2SG, (token + PAGE) * G + g, is_real)
 
 
 @triton.jit
@@ -369,8 +403,15 @@ def _half_page(  # type: ignore[no-untyped-def]
     if BLOCK_D == D:
         x = tl.load(place)
     else:
-        x = tl.load(place, mask=(d < D)[None, :], other=0.0)
+        x = tl.load(place, mask=(d < D)[None, :], other=0)
     return x
+
+
+@triton.jit
+def _multipliers(exponent_P2SG, g, page, HALF: tl.constexpr, is_key, G: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The powers of two of a page's keys (HALF 0) or values (1), as a row."""
+    place = (page.to(tl.int64) * 2 + HALF) * (PAGE * G) + tl.arange(0, PAGE) * G + g
+    return multipliers(exponent_P2SG + place, is_key)[None, :]
 
 
 @triton.jit
@@ -378,6 +419,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
     q,
     query_position_M,
     kv_head,
+    exponent_P2SG,
+    g,
     pages,
     first_page,
     num_pages,
@@ -402,21 +445,31 @@ def _attend_run(  # type: ignore[no-untyped-def]
     for j in range(num_full):
         turn = j + turned
         page = tl.load(pages + tl.where(turn < num_full, turn, turn - num_full))
-        scores = tl.dot(q, tl.trans(_half_page(kv_head, page, 0, G, D, PAGE, BLOCK_D)), input_precision=PRECISION)
+        k = decoded(_half_page(kv_head, page, 0, G, D, PAGE, BLOCK_D), q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if exponent_P2SG is not None:
+            scores *= _multipliers(exponent_P2SG, g, page, 0, True, G, PAGE)
         weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale, False)
-        v = _half_page(kv_head, page, 1, G, D, PAGE, BLOCK_D)
+        v = decoded(_half_page(kv_head, page, 1, G, D, PAGE, BLOCK_D), q.dtype)
+        if exponent_P2SG is not None:
+            weight *= _multipliers(exponent_P2SG, g, page, 1, True, G, PAGE)
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
     s = tl.arange(0, PAGE)
     d = tl.arange(0, BLOCK_D)
     for j in tl.range(num_full, num_pages, num_stages=1):
         position = (first_page + j) * PAGE + s
-        place = kv_head + tl.load(pages + j).to(tl.int64) * (2 * PAGE * G * D) + s[:, None] * (G * D) + d[None, :]
+        page = tl.load(pages + j)
+        place = kv_head + page.to(tl.int64) * (2 * PAGE * G * D) + s[:, None] * (G * D) + d[None, :]
         is_key = (position < length)[:, None] & (d < D)[None, :]
-        k = tl.load(place, mask=is_key, other=0.0)
+        k = decoded(tl.load(place, mask=is_key, other=0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if exponent_P2SG is not None:
+            scores *= _multipliers(exponent_P2SG, g, page, 0, position < length, G, PAGE)
         scores = tl.where(position[None, :] <= query_position_M[:, None], scores, float("-inf"))
         weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale, True)
-        v = tl.load(place + PAGE * G * D, mask=is_key, other=0.0)
+        v = decoded(tl.load(place + PAGE * G * D, mask=is_key, other=0), q.dtype)
+        if exponent_P2SG is not None:
+            weight *= _multipliers(exponent_P2SG, g, page, 1, position < length, G, PAGE)
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
     return largest, exponentials, values
 
@@ -427,6 +480,7 @@ def _attend(  # type: ignore[no-untyped-def]
     projected_NP,
     row_stride,
     kv_P2SGD,
+    exponent_P2SG,
     page_table_UP,
     num_pages,
     spans_UF,
@@ -480,7 +534,7 @@ def _attend(  # type: ignore[no-untyped-def]
             shift = tl.where(run == end - begin, (run - first_page % run) % run, 0)
             turned = tl.where(shift < num_full, shift, 0)
             pages = page_table_UP + u.to(tl.int64) * num_pages + first_page
-            keys = (kv_P2SGD + g * D, pages, first_page, run, num_full, turned, start + count, scale)
+            keys = (kv_P2SGD + g * D, exponent_P2SG, g, pages, first_page, run, num_full, turned, start + count, scale)
             largest, exponentials, values = _attend_run(
                 q, start + first_token + token_M, *keys, G, D, PAGE, BLOCK_M, BLOCK_D, PRECISION
             )

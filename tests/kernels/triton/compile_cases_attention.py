@@ -22,10 +22,12 @@ def _cases(
     half_rope: int,
     dtype: torch.dtype,
     target: int = HOPPER,
+    *,
+    fp8: bool = False,
 ) -> list[CompileCase]:
     shares = num_heads // num_kv_heads
     block_rows = attention.task_rows(num_columns * shares)
-    plan = attention.attend_plan(block_rows, dtype, head_dim, shared_bytes(target))
+    plan = attention.attend_plan(block_rows, dtype, head_dim, shared_bytes(target), fp8=fp8)
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     shapes = {
         "T": num_columns,
@@ -37,7 +39,7 @@ def _cases(
         "BLOCK_S": plan.block_keys,
         "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
     }
-    case = f"{model} B={num_slots} T={num_columns}"
+    case = f"{model} B={num_slots} T={num_columns}{' FP8 pages' if fp8 else ''}"
     attend = CompileCase(
         name=f"attend {case}",
         kernel=attention._attend,
@@ -51,7 +53,7 @@ def _cases(
             "k_eps": "fp32",
             "cos_LA": "*fp32",
             "sin_LA": "*fp32",
-            "kv_P2SGD": activations,
+            "kv_P2SGD": "*u8" if fp8 else activations,
             "page_table_BP": "*i32",
             "num_slots": "i32",
             "num_pages": "i32",
@@ -60,8 +62,10 @@ def _cases(
             "queries_CMD": activations,
             "sums_CMD": "*fp32",
             "scores_2CM": "*fp32",
-        },
+        }
+        | ({"exponent_P2SG": "*i8"} if fp8 else {}),
         constexprs=shapes
+        | ({} if fp8 else {"exponent_P2SG": None})
         | {
             "PAGE": _PAGE,
             "A": half_rope,
@@ -73,6 +77,7 @@ def _cases(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
+        stack_bytes=128 * fp8,  # not tuned yet
         instructions=("cp.async.cg", "ld.global.v4") if dtype == torch.bfloat16 else ("ld.global.v4",),
     )
     partials, block_dims = attention.combine_blocks(_NUM_PROGRAMS, num_slots * num_kv_heads, head_dim)
@@ -101,6 +106,10 @@ def _cases(
 
 
 CASES = [
+    _cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16, fp8=True)[0],
+    _cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16, fp8=True)[0],
+    _cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16, fp8=True)[0],
+    *(_cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16, target, fp8=True)[0] for target in ELSEWHERE),
     *_cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16),
     *_cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16),
     _cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16)[0],

@@ -24,10 +24,12 @@ def _prepare(
     num_spans: int,
     block_rows: int,
     target: int,
+    *,
+    fp8: bool,
 ) -> CompileCase:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     return CompileCase(
-        name=f"norm_and_store {model} U={num_spans}",
+        name=f"norm_and_store {model} U={num_spans}{' FP8 pages' if fp8 else ''}",
         kernel=prefill_attention._norm_and_store,
         targets=(target,),
         signature={
@@ -41,7 +43,7 @@ def _prepare(
             "k_eps": "fp32",
             "cos_LA": "*fp32",
             "sin_LA": "*fp32",
-            "kv_P2SGD": activations,
+            "kv_P2SGD": "*u8" if fp8 else activations,
             "position_N": "*i64",
             "spans_UF": "*i64",
             "num_spans": "i32",
@@ -51,7 +53,8 @@ def _prepare(
             "line_4I": "*i32",
             "most_tiles": "i32",
             "num_programs": "i32",
-        },
+        }
+        | ({"exponent_P2SG": "*i8"} if fp8 else {}),
         constexprs={
             "G": heads[1],
             "SHARES": heads[0] // heads[1],
@@ -62,6 +65,7 @@ def _prepare(
             "BLOCK_N": prefill_attention._BLOCK_N,
             "BLOCK_D": head_dim,
         }
+        | ({} if fp8 else {"exponent_P2SG": None})
         | prefill_attention.line_blocks(num_spans),
         num_warps=4,
         multiples_of_16=("row_stride",),
@@ -77,22 +81,24 @@ def _cases(
     dtype: torch.dtype,
     num_spans: int,
     target: int = HOPPER,
+    *,
+    fp8: bool = False,
 ) -> Iterator[CompileCase]:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     plan = prefill_attention.attend_plan(
-        dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target)
+        dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target), fp8=fp8
     )
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
     pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
-    pool = (
-        {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"}
-        if plan.is_hopper
-        else {"kv_P2SGD": activations}
-    )
-    options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
-    yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target)
+    options: dict[str, int | str | None] = {}
+    if plan.is_hopper:
+        pool = {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"}
+    else:
+        pool = {"kv_P2SGD": "*u8", "exponent_P2SG": "*i8"} if fp8 else {"kv_P2SGD": activations}
+        options = {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)} | ({} if fp8 else {"exponent_P2SG": None})
+    yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target, fp8=fp8)
     yield CompileCase(
-        name=f"attend_prompt {model}",
+        name=f"attend_prompt {model}{' FP8 pages' if fp8 else ''}",
         kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
         targets=(target,),
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
@@ -104,8 +110,8 @@ def _cases(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
-        # A few words, outside of the loop over pages.
-        stack_bytes=128 if plan.is_hopper else 0,
+        # A few words, outside of the loop over pages. With FP8 pages it isn't tuned for Hopper yet.
+        stack_bytes=128 if plan.is_hopper else 256 * fp8,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
     yield CompileCase(
@@ -123,6 +129,12 @@ def _cases(
 
 
 CASES = [
+    *list(_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64, fp8=True))[:2],
+    *(
+        case
+        for target in ELSEWHERE
+        for case in list(_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64, target, fp8=True))[:2]
+    ),
     *_cases("4B", (16, 4), 256, 32, torch.bfloat16, 4),
     *_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64),
     *_cases("tiny-agent fp32", (4, 2), 64, 8, torch.float32, 4),

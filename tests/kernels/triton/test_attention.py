@@ -9,14 +9,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels import reference
 from agentspec.kernels.backend import AttentionWeights, Norm, RopeTable
+from agentspec.kernels.triton import attention
 from agentspec.kernels.triton.attention import attention_step
+from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.types import SCRATCH_PAGE
+from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 
+KEY_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.07, torch.bfloat16: 0.07}
+"""The same for keys in FP8: another order of sums may round one to the next 8-bit float, though hardly in float32."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
 
@@ -33,6 +40,8 @@ class Case:
     page_tokens: int = 16
     first_position: int = 0
     dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    """Keys and values are in FP8."""
     seed: int = 0
 
 
@@ -44,16 +53,23 @@ class Inputs:
     kv_P2SGD: Tensor
     page_table_BP: Tensor
     start_B: Tensor
+    exponent_P2SG: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
             weights=weights_on(device, self.weights, dtype),
             rope=rope_on(device, self.rope),
-            kv_P2SGD=self.kv_P2SGD.to(device, dtype, copy=True),
+            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2SG is None else None, copy=True),
             page_table_BP=self.page_table_BP.to(device),
             start_B=self.start_B.to(device),
+            exponent_P2SG=None if self.exponent_P2SG is None else self.exponent_P2SG.to(device, copy=True),
         )
+
+    @property
+    def pool(self) -> Tensor:
+        """The pool's numbers, on the CPU, whatever its form."""
+        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2SG)
 
 
 def weights_on(device: torch.device | str, weights: AttentionWeights, dtype: torch.dtype | None) -> AttentionWeights:
@@ -94,6 +110,7 @@ def inputs_of(case: Case) -> Inputs:
     wide[:, :width] = torch.randn(len(wide), width, generator=rng)
     norms = [Norm(weight=torch.randn(case.head_dim, generator=rng).mul(0.3).to(case.dtype), eps=1e-6) for _ in range(2)]
     angles = torch.arange(max(lengths, default=case.num_columns))[:, None] * torch.rand(case.half_rope, generator=rng)
+    pools = fp8_pool.in_fp8(pool) if case.fp8 else (pool, None)
     return Inputs(
         projected_NP=wide[:, :width],
         weights=AttentionWeights(
@@ -105,9 +122,10 @@ def inputs_of(case: Case) -> Inputs:
             head_dim=case.head_dim,
         ),
         rope=RopeTable(cos_LA=angles.cos(), sin_LA=angles.sin()),
-        kv_P2SGD=pool,
+        kv_P2SGD=pools[0],
         page_table_BP=table,
         start_B=torch.tensor([start or 0 for start in case.starts]),
+        exponent_P2SG=pools[1],
     )
 
 
@@ -122,6 +140,7 @@ def step(inputs: Inputs, case: Case) -> Tensor:
             inputs.page_table_BP,
             inputs.start_B,
             first_position=case.first_position,
+            exponent_P2SG=inputs.exponent_P2SG,
         )
 
 
@@ -148,6 +167,7 @@ def check_step(device: torch.device, case: Case) -> None:
         plain.page_table_BP,
         plain.start_B,
         first_position=case.first_position,
+        exponent_P2SG=plain.exponent_P2SG,
     )
     stored = torch.zeros(real.kv_P2SGD.shape[0], case.page_tokens, dtype=torch.bool)
     for slot, start in enumerate(case.starts):
@@ -158,15 +178,15 @@ def check_step(device: torch.device, case: Case) -> None:
             assert error(got[columns], want[columns]) < TOLERANCE[case.dtype], (case, slot)
             position = torch.arange(start, start + case.num_columns)
             stored[inputs.page_table_BP[slot, position // case.page_tokens].long(), position % case.page_tokens] = True
-    pool = real.kv_P2SGD.cpu().transpose(1, 2)
-    before, expected = inputs.kv_P2SGD.transpose(1, 2), plain.kv_P2SGD.transpose(1, 2)
+    pool, before, expected = (each.pool.transpose(1, 2) for each in (real, inputs, plain))
     assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
         case,
         "pool places outside the windows changed",
     )
     if stored.any():
-        assert error(pool[stored][:, 0], expected[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
-        assert torch.equal(pool[stored][:, 1], expected[stored][:, 1].to(case.dtype)), (case, "values")
+        tolerance = (KEY_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype]
+        assert error(pool[stored][:, 0], expected[stored][:, 0]) < tolerance, (case, "keys")
+        assert torch.equal(pool[stored][:, 1], expected[stored][:, 1].to(pool.dtype)), (case, "values")
 
 
 def check_same_bits(device: torch.device, case: Case) -> None:
@@ -199,7 +219,31 @@ CASES = {
         starts=(13,), num_columns=6, num_heads=12, num_kv_heads=1, head_dim=16, half_rope=8, seed=13
     ),
     "half precision": Case(starts=(30, 62), num_columns=4, page_tokens=64, dtype=torch.float16, seed=14),
+    "FP8, window over a page's end": Case(starts=(13, 31, 0), num_columns=4, fp8=True, seed=15),
+    "FP8, inert slots": Case(starts=(None, 20, None, 5), num_columns=3, num_heads=2, head_dim=16, fp8=True, seed=16),
+    "FP8, position 0 hidden": Case(starts=(0, 33), num_columns=2, num_heads=2, first_position=1, fp8=True, seed=17),
+    "FP8, no power of two": Case(starts=(20,), num_columns=3, num_heads=6, head_dim=24, half_rope=3, fp8=True, seed=18),
+    "FP8, pages of 64": Case(starts=(60, 200), num_columns=5, page_tokens=64, dtype=torch.float16, fp8=True, seed=19),
 }
+
+
+@triton.jit
+def _store_nothing(place_MD, x_MD, mask_MD, exponents, exponent_M, is_real_M):  # type: ignore[no-untyped-def]
+    tl.static_assert(True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel keeps its stores")
+@pytest.mark.parametrize("seed", range(4))
+def test_fp8_pages_give_the_bits_of_pages_that_hold_the_rounded_numbers(
+    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    starts = tuple((torch.rand(3, generator=rng) ** 2 * 120).long().tolist())
+    case = Case(starts=starts, num_columns=1 + seed, first_position=seed % 2, fp8=True, seed=seed)
+    rounded = inputs_of(case).to(device)
+    got = step(rounded, case)
+    monkeypatch.setattr(attention, "store_heads", _store_nothing)
+    assert torch.equal(got, step(replace(rounded, kv_P2SGD=rounded.pool, exponent_P2SG=None), case)), f"seed {seed}"
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

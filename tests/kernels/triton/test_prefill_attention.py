@@ -3,6 +3,7 @@ read, permuted pages, padding and odd sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from agentspec.kernels.triton import prefill_attention
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.prefill_attention import AttendPlan, attention_prefill, store_keys_values
 from agentspec.types import SCRATCH_PAGE
+from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.gluon_in_interpreter import interpreted_hopper
-from tests.kernels.triton.test_attention import rope_on, weights_on
+from tests.kernels.triton.test_attention import KEY_TOLERANCE, rope_on, weights_on
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
@@ -37,6 +39,8 @@ class Case:
     padding: tuple[int, int] = (0, 0)
     """(tokens, spans) of padding in the tables."""
     dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    """Keys and values are in FP8."""
     seed: int = 0
 
 
@@ -47,15 +51,22 @@ class Inputs:
     rope: RopeTable
     kv_P2SGD: Tensor
     batch: PrefillBatch
+    exponent_P2SG: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
             weights=weights_on(device, self.weights, dtype),
             rope=rope_on(device, self.rope),
-            kv_P2SGD=self.kv_P2SGD.to(device, dtype, copy=True),
+            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2SG is None else None, copy=True),
+            exponent_P2SG=None if self.exponent_P2SG is None else self.exponent_P2SG.to(device, copy=True),
             batch=PrefillBatch(**{name: getattr(self.batch, name).to(device) for name in PrefillBatch.__slots__}),
         )
+
+    @property
+    def pool(self) -> Tensor:
+        """The pool's numbers, on the CPU, whatever its form."""
+        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2SG)
 
 
 def inputs_of(case: Case) -> Inputs:
@@ -85,6 +96,7 @@ def inputs_of(case: Case) -> Inputs:
     wide[:num_tokens, :width] = torch.randn(num_tokens, width, generator=rng)
     norms = [Norm(weight=torch.randn(case.head_dim, generator=rng).mul(0.3).to(case.dtype), eps=1e-6) for _ in range(2)]
     angles = torch.arange(max(sum(span) for span in case.spans))[:, None] * torch.rand(case.half_rope, generator=rng)
+    pools = fp8_pool.in_fp8(pool) if case.fp8 else (pool, None)
     return Inputs(
         projected_NP=wide[:, :width],
         weights=AttentionWeights(
@@ -96,7 +108,8 @@ def inputs_of(case: Case) -> Inputs:
             head_dim=case.head_dim,
         ),
         rope=RopeTable(cos_LA=angles.cos(), sin_LA=angles.sin()),
-        kv_P2SGD=pool,
+        kv_P2SGD=pools[0],
+        exponent_P2SG=pools[1],
         batch=PrefillBatch(
             token_ids_N=torch.zeros_like(position_N),
             position_N=position_N,
@@ -109,7 +122,13 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def run(inputs: Inputs) -> Tensor:
-    return attention_prefill(inputs.projected_NP, inputs.weights, inputs.rope, inputs.kv_P2SGD, inputs.batch)
+    return attend(attention_prefill, inputs)
+
+
+def attend(prefill: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+    """A backend's `attention_prefill` of the inputs."""
+    rest = inputs.weights, inputs.rope, inputs.kv_P2SGD, inputs.batch
+    return prefill(inputs.projected_NP, *rest, exponent_P2SG=inputs.exponent_P2SG)
 
 
 def check_prefill(device: torch.device, case: Case) -> None:
@@ -118,11 +137,9 @@ def check_prefill(device: torch.device, case: Case) -> None:
     plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
     got = run(real)[:num_tokens].cpu()
-    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[
-        :num_tokens
-    ]
+    want = attend(reference.attention_prefill, plain)[:num_tokens]
     assert relative_error(got, want) < TOLERANCE[case.dtype], case
-    check_stores(case, inputs.kv_P2SGD, real.kv_P2SGD.cpu(), plain.kv_P2SGD, inputs.batch)
+    check_stores(case, inputs.pool, real.pool, plain.pool, inputs.batch)
 
 
 def check_stores(case: Case, before: Tensor, got: Tensor, want: Tensor, batch: PrefillBatch) -> None:
@@ -135,8 +152,9 @@ def check_stores(case: Case, before: Tensor, got: Tensor, want: Tensor, batch: P
         case,
         "pool places outside the spans changed",
     )
-    assert relative_error(got[stored][:, 0], want[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
-    assert torch.equal(got[stored][:, 1], want[stored][:, 1].to(case.dtype)), (case, "values")
+    tolerance = (KEY_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype]
+    assert relative_error(got[stored][:, 0], want[stored][:, 0]) < tolerance, (case, "keys")
+    assert torch.equal(got[stored][:, 1], want[stored][:, 1].to(got.dtype)), (case, "values")
 
 
 def check_same_bits(device: torch.device, case: Case) -> None:
@@ -152,8 +170,9 @@ def check_store_keys_values(device: torch.device, case: Case) -> None:
     whole, alone = inputs.to(device), inputs.to(device)
     run(whole)
     keys_values_NK = alone.projected_NP[:, 2 * case.num_heads * case.head_dim :]
-    store_keys_values(keys_values_NK, alone.weights, alone.rope, alone.kv_P2SGD, alone.batch)
-    assert torch.equal(alone.kv_P2SGD.nan_to_num(77), whole.kv_P2SGD.nan_to_num(77)), case
+    rest = alone.weights, alone.rope, alone.kv_P2SGD, alone.batch
+    store_keys_values(keys_values_NK, *rest, exponent_P2SG=alone.exponent_P2SG)
+    assert torch.equal(alone.pool.nan_to_num(77), whole.pool.nan_to_num(77)), case
 
 
 CASES = {
@@ -170,6 +189,13 @@ CASES = {
     "no power of two": Case(spans=((20, 9),), num_heads=3, num_kv_heads=1, head_dim=24, half_rope=3, seed=11),
     "a head of its own": Case(spans=((12, 37),), num_heads=2, num_kv_heads=2, seed=12),
     "pages of 64": Case(spans=((60, 10), (130, 3)), num_heads=2, page_tokens=64, seed=13),
+    "FP8, short append to a long context": Case(spans=((150, 5),), fp8=True, seed=15),
+    "FP8, append over pages' ends": Case(spans=((30, 20),), fp8=True, seed=16),
+    "FP8, long among short": Case(
+        spans=((0, 7), (200, 9), (16, 1), (31, 17)), num_heads=2, num_kv_heads=1, fp8=True, seed=17
+    ),
+    "FP8, padding": Case(spans=((20, 11), (0, 6)), padding=(19, 3), fp8=True, seed=18),
+    "FP8, no power of two": Case(spans=((20, 9),), num_heads=3, num_kv_heads=1, head_dim=24, fp8=True, seed=19),
     "half precision": Case(spans=((70, 12),), num_heads=2, num_kv_heads=1, head_dim=32, dtype=torch.float16, seed=14),
 }
 
@@ -184,7 +210,7 @@ def test_two_runs_are_bitwise_equal(device: torch.device, name: str) -> None:
     check_same_bits(device, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["padding", "no power of two"])
+@pytest.mark.parametrize("name", ["padding", "no power of two", "FP8, padding"])
 def test_store_keys_values_stores_same_as_attention_prefill(device: torch.device, name: str) -> None:
     check_store_keys_values(device, CASES[name])
 
