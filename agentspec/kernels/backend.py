@@ -225,7 +225,7 @@ class Backend(Protocol):
         start_B: Tensor,
         *,
         first_position: int,
-        exponent_P2SG: Tensor | None = None,
+        exponent_P2GS: Tensor | None = None,
     ) -> Tensor:
         """Head norms, RoPE, K/V stores, causal attention and the output gate over every slot's window: [N, Q * D] in
         the projection's dtype.
@@ -234,8 +234,8 @@ class Backend(Protocol):
             projected_NP: [N, 2 Q D + 2 G D]: head by head q then its gate; then all k heads, then all v heads.
             kv_P2SGD: pool of one layer [P, 2, tokens per page, G, D], in place: keys and values of positions
                 start..start+T-1 are stored, then read. In the projection's dtype, or float8_e4m3fn.
-            exponent_P2SG: where the pool is float8_e4m3fn: int8, the power of two that each head of a token is
-                multiplied by, stored and read like the pool (kernels/reference/fp8_pages.py).
+            exponent_P2GS: where the pool is float8_e4m3fn: int8 [P, 2, G, tokens per page], the power of two that
+                each head of a token is multiplied by, stored and read like the pool (kernels/reference/fp8_pages.py).
             page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
             first_position: earlier keys are never read (1 for the MTP layer); a query without keys gets zeros.
         Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must
@@ -262,7 +262,7 @@ class Backend(Protocol):
         kv_P2SGD: Tensor,
         batch: PrefillBatch,
         *,
-        exponent_P2SG: Tensor | None = None,
+        exponent_P2GS: Tensor | None = None,
     ) -> Tensor:
         """`attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads the
         whole sequence's."""
@@ -275,7 +275,7 @@ class Backend(Protocol):
         kv_P2SGD: Tensor,
         batch: PrefillBatch,
         *,
-        exponent_P2SG: Tensor | None = None,
+        exponent_P2GS: Tensor | None = None,
     ) -> None:
         """Only the stores of `attention_prefill`. projected_NK: [N, 2 G D], all k heads, then all v heads."""
 

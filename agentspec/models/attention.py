@@ -21,9 +21,9 @@ def attention_form(config: TextConfig, dtype: torch.dtype, *, fp8: bool = False)
 
     dtype: of activations. fp8: keys and values are stored as 8-bit floats with an exponent for each token and head
     (kernels/reference/fp8_pages.py); otherwise in dtype."""
-    shape = (2, BLOCK_TOKENS, config.num_kv_heads)
-    values = Part("kv_AP2SGD", (*shape, config.head_dim), kernels.FP8 if fp8 else dtype)
-    exponents = Part("kv_exponent_AP2SG", shape, torch.int8)
+    tokens, heads = BLOCK_TOKENS, config.num_kv_heads
+    values = Part("kv_AP2SGD", (2, tokens, heads, config.head_dim), kernels.FP8 if fp8 else dtype)
+    exponents = Part("kv_exponent_AP2GS", (2, heads, tokens), torch.int8)
     return StateForm(page_parts=(values, exponents) if fp8 else (values,))
 
 
@@ -64,7 +64,7 @@ class GatedAttention:
 
     def attend(self, projected_NP: Tensor, memory: Memory, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         """Like `step`, for windows with column 0 at position start_B (int64)."""
-        kv_P2SGD, exponent_P2SG = _pools(memory)
+        kv_P2SGD, exponent_P2GS = _pools(memory)
         return self._ops.attention_step(
             projected_NP,
             self.weights,
@@ -73,24 +73,24 @@ class GatedAttention:
             page_table_BP,
             start_B,
             first_position=self._first_position,
-            exponent_P2SG=exponent_P2SG,
+            exponent_P2GS=exponent_P2GS,
         )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
-        kv_P2SGD, exponent_P2SG = _pools(memory)
+        kv_P2SGD, exponent_P2GS = _pools(memory)
         return self._ops.attention_prefill(
-            projected_NP, self.weights, self._rope, kv_P2SGD, batch, exponent_P2SG=exponent_P2SG
+            projected_NP, self.weights, self._rope, kv_P2SGD, batch, exponent_P2GS=exponent_P2GS
         )
 
     def prefill_keys_values(
         self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch
     ) -> None:
         """Do only the stores of `prefill`, for a last layer whose output isn't needed."""
-        kv_P2SGD, exponent_P2SG = _pools(memory)
+        kv_P2SGD, exponent_P2GS = _pools(memory)
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
         projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj.cut((slice(first_key, None),)))
         self._ops.store_keys_values(
-            projected_NK, self.weights, self._rope, kv_P2SGD, batch, exponent_P2SG=exponent_P2SG
+            projected_NK, self.weights, self._rope, kv_P2SGD, batch, exponent_P2GS=exponent_P2GS
         )
 
 

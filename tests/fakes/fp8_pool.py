@@ -12,18 +12,16 @@ POISON = -128
 
 
 def in_fp8(kv_P2SGD: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, exponents) of a pool in full precision. NaN stays NaN, with POISON as its exponent."""
+    """(codes, exponents [P, 2, G, S]) of a pool in full precision. NaN stays NaN, with POISON as its exponent."""
     codes, exponents = quantize_heads(kv_P2SGD)
     exponents[kv_P2SGD.isnan().any(-1)] = POISON
-    return codes, exponents
+    return codes, exponents.transpose(2, 3).contiguous()
 
 
-def plain(kv_P2SGD: Tensor, exponent_P2SG: Tensor | None) -> Tensor:
+def plain(kv_P2SGD: Tensor, exponent_P2GS: Tensor | None) -> Tensor:
     """The numbers of a pool of any form, on the CPU: NaN where nothing was written."""
     kv_P2SGD = kv_P2SGD.cpu()
-    if exponent_P2SG is None:
+    if exponent_P2GS is None:
         return kv_P2SGD
-    exponent_P2SG = exponent_P2SG.cpu()
-    return dequantize_heads(kv_P2SGD, exponent_P2SG, torch.float32).masked_fill(
-        (exponent_P2SG == POISON)[..., None], torch.nan
-    )
+    exponents = exponent_P2GS.cpu().transpose(2, 3)
+    return dequantize_heads(kv_P2SGD, exponents, torch.float32).masked_fill((exponents == POISON)[..., None], torch.nan)

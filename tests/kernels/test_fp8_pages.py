@@ -66,4 +66,4 @@ def test_a_head_depends_on_itself_alone(seed: int) -> None:
 def test_a_head_with_nan_stays_nan() -> None:
     codes, exponents = quantize_heads(torch.tensor([[1.0, torch.nan, 2.0]]))
     assert dequantize_heads(codes, exponents, F32)[0, 1].isnan()
-    assert in_fp8(torch.full((1, 2), torch.nan))[0].isnan().all()
+    assert in_fp8(torch.full((1, 2, 1, 1, 2), torch.nan))[0].isnan().all()

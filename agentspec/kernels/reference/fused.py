@@ -138,13 +138,13 @@ def attention_step(
     start_B: Tensor,
     *,
     first_position: int,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> Tensor:
     window = (start_B.shape[0], projected_NP.shape[0] // start_B.shape[0])
     position_N = (start_B[:, None] + torch.arange(window[1], device=start_B.device)).flatten()
     q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, rope.cos_LA[position_N], rope.sin_LA[position_N])
     q_BTQD, k_BTGD, v_BTGD = (torch.unflatten(x, 0, window) for x in (q_NQD, k_NGD, v_NGD))
-    write_kv(kv_P2SGD, k_BTGD, v_BTGD, page_table_BP, start_B, exponent_P2SG)
+    write_kv(kv_P2SGD, k_BTGD, v_BTGD, page_table_BP, start_B, exponent_P2GS)
     o_BTQD = paged_attention(
         q_BTQD,
         kv_P2SGD,
@@ -152,7 +152,7 @@ def attention_step(
         start_B,
         scale=weights.scale,
         first_position=first_position,
-        exponent_P2SG=exponent_P2SG,
+        exponent_P2GS=exponent_P2GS,
     )
     return o_BTQD.flatten(0, 1).flatten(1) * torch.sigmoid(gate_ND)
 
@@ -164,12 +164,12 @@ def attention_prefill(
     kv_P2SGD: Tensor,
     batch: PrefillBatch,
     *,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> Tensor:
     cos_NA, sin_NA = rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
     q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, cos_NA, sin_NA)
-    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch, exponent_P2SG)
-    o_NQD = paged_attention_prefill(q_NQD, kv_P2SGD, batch, scale=weights.scale, exponent_P2SG=exponent_P2SG)
+    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch, exponent_P2GS)
+    o_NQD = paged_attention_prefill(q_NQD, kv_P2SGD, batch, scale=weights.scale, exponent_P2GS=exponent_P2GS)
     return o_NQD.flatten(1) * torch.sigmoid(gate_ND)
 
 
@@ -180,12 +180,12 @@ def store_keys_values(
     kv_P2SGD: Tensor,
     batch: PrefillBatch,
     *,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> None:
     k_NGD, v_NGD = split_keys_values(
         projected_NK, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
     )
-    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch, exponent_P2SG)
+    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch, exponent_P2GS)
 
 
 def split_heads(

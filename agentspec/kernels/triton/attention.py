@@ -70,7 +70,7 @@ def attention_step(
     start_B: Tensor,
     *,
     first_position: int,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> Tensor:
     """A page must have a multiple of 16 tokens. An inert slot, whose first page is the scratch page, stores nothing
     and gets zeros."""
@@ -83,7 +83,7 @@ def attention_step(
     shares = weights.num_heads // num_kv_heads
     block_rows = task_rows(num_columns * shares)
     plan = attend_plan(
-        block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device), fp8=exponent_P2SG is not None
+        block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device), fp8=exponent_P2GS is not None
     )
     shapes = {
         "T": num_columns,
@@ -114,8 +114,8 @@ def attention_step(
         weights.k_norm.eps,
         rope.cos_LA,
         rope.sin_LA,
-        as_bytes(kv_P2SGD, exponent_P2SG),
-        exponent_P2SG,
+        as_bytes(kv_P2SGD, exponent_P2GS),
+        exponent_P2GS,
         page_table_BP,
         num_slots,
         num_pages,
@@ -357,7 +357,7 @@ def _store_window(  # type: ignore[no-untyped-def]
     cos_LA,
     sin_LA,
     kv_head,
-    exponent_P2SG,
+    exponent_P2GS,
     g,
     pages_P,
     start,
@@ -384,8 +384,9 @@ def _store_window(  # type: ignore[no-untyped-def]
     page = tl.load(pages_P + position // PAGE, mask=is_mine, other=0).to(tl.int64)
     token = page * (2 * PAGE) + position % PAGE
     place = kv_head + token[:, None] * (G * D) + d[None, :]
-    store_heads(place, k.to(keys.dtype.element_ty), is_real, exponent_P2SG, token * G + g, is_mine)
-    store_heads(place + PAGE * G * D, v, is_real, exponent_P2SG, (token + PAGE) * G + g, is_mine)
+    exponent = (page * (2 * G) + g) * PAGE + position % PAGE
+    store_heads(place, k.to(keys.dtype.element_ty), is_real, exponent_P2GS, exponent, is_mine)
+    store_heads(place + PAGE * G * D, v, is_real, exponent_P2GS, exponent + PAGE * G, is_mine)
 
 
 @triton.jit
@@ -393,7 +394,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
     q,
     query_position_M,
     kv_head,
-    exponent_P2SG,
+    exponent_P2GS,
     g,
     pages_P,
     first_unit,
@@ -431,8 +432,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
         k = decoded(tl.load(tile, mask=is_key, other=0), q.dtype)
         v = decoded(tl.load(tile + PAGE * G * D, mask=is_key, other=0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if exponent_P2SG is not None:
-            exponent_S = exponent_P2SG + page * (2 * PAGE * G) + place * G + g
+        if exponent_P2GS is not None:
+            exponent_S = exponent_P2GS + (page * (2 * G) + g) * PAGE + place
             scores *= multipliers(exponent_S, is_key_S)[None, :]
         is_visible = (position[None, :] <= query_position_M[:, None]) & (position >= FIRST)[None, :]
         scores = tl.where(is_visible, scores, float("-inf"))
@@ -441,7 +442,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(largest - base)
         weight = tl.exp2(scores - base[:, None])
         exponentials = exponentials * shrink[:, None] + weight
-        if exponent_P2SG is not None:
+        if exponent_P2GS is not None:
             weight *= multipliers(exponent_S + PAGE * G, is_key_S)[None, :]
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
         largest = new_largest
@@ -450,7 +451,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2SG,
+    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2GS,
     page_table_BP, num_slots, num_pages, start_B, scale, queries_CMD, sums_CMD, scores_2CM, T: tl.constexpr,
     G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -481,7 +482,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 cos_LA,
                 sin_LA,
                 kv_P2SGD + g * D,
-                exponent_P2SG,
+                exponent_P2GS,
                 g,
                 pages_P,
                 start,
@@ -509,7 +510,7 @@ def _attend(  # type: ignore[no-untyped-def]
             A,
         )
         column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
-        attend = (q, start + column, kv_P2SGD + g * D, exponent_P2SG, g, pages_P, first_unit, run, start + T, scale)
+        attend = (q, start + column, kv_P2SGD + g * D, exponent_P2GS, g, pages_P, first_unit, run, start + T, scale)
         largest, exponentials, values = _attend_run(*attend, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION)
         partial += tl.arange(0, BLOCK_M)
         num_partials = tl.num_programs(0) + num_slots * (G * ROW_BLOCKS)

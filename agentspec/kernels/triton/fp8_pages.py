@@ -23,12 +23,12 @@ _CODE_BITS = tl.constexpr(fp8_pages.CODE_BITS)
 _MOST_MANTISSA = tl.constexpr(fp8_pages.MOST_MANTISSA)
 
 
-def as_bytes(kv_P2SGD: Tensor, exponent_P2SG: Tensor | None) -> Tensor:
+def as_bytes(kv_P2SGD: Tensor, exponent_P2GS: Tensor | None) -> Tensor:
     """The pool as kernels take it."""
     assert kv_P2SGD.is_contiguous()
-    if exponent_P2SG is None:
+    if exponent_P2GS is None:
         return kv_P2SGD
-    assert exponent_P2SG.is_contiguous()
+    assert exponent_P2GS.is_contiguous()
     return kv_P2SGD.view(torch.uint8)
 
 
@@ -42,7 +42,7 @@ def store_heads(place_MD, x_MD, mask_MD, exponents, exponent_M, is_real_M):  # t
         bits = tl.max(tl.abs(x_MD), axis=1).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - (127 + _CODE_BITS) + ((bits & 0x7FFFFF) > _MOST_MANTISSA).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, _LEAST), _GREATEST)
-        tl.store(place_MD, fp8_bits(x_MD * _power(-exponent)[:, None]), mask=mask_MD)
+        tl.store(place_MD, fp8_bits(x_MD * power(-exponent)[:, None]), mask=mask_MD)
         tl.store(exponents + exponent_M, exponent.to(tl.int8), mask=is_real_M)
 
 
@@ -50,7 +50,7 @@ def store_heads(place_MD, x_MD, mask_MD, exponents, exponent_M, is_real_M):  # t
 def multipliers(place_S, is_key_S):  # type: ignore[no-untyped-def]
     """The powers of two of keys or values, float32 [S], whose exponents are at place_S; 1 where is_key_S is false: what
     is there was never written."""
-    return _power(tl.load(place_S, mask=is_key_S, other=0).to(tl.int32))
+    return power(tl.load(place_S, mask=is_key_S, other=0).to(tl.int32))
 
 
 @triton.jit
@@ -62,5 +62,6 @@ def decoded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _power(exponent):  # type: ignore[no-untyped-def]
+def power(exponent):  # type: ignore[no-untyped-def]
+    """2^exponent exactly, from int32, in float32."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)

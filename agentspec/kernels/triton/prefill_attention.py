@@ -93,7 +93,7 @@ def attend_plan(
         return AttendPlan(block_rows=_MIN_DOT, num_warps=4, num_stages=2, is_hopper=False)
     if dtype == torch.float32:
         return AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=False)
-    if is_hopper and head_dim in (128, 256) and page_tokens == 64 and not fp8:
+    if is_hopper and head_dim in (128, 256) and page_tokens == 64:
         return AttendPlan(block_rows=hopper.BLOCK_M, num_warps=hopper.NUM_WARPS, num_stages=1, is_hopper=True)
     if head_dim > 128 and (fp8 or shared_bytes < _WIDE_SHARED_BYTES):
         return AttendPlan(block_rows=64, num_warps=8, num_stages=1, is_hopper=False)
@@ -110,7 +110,7 @@ def attention_prefill(
     kv_P2SGD: Tensor,
     batch: PrefillBatch,
     *,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> Tensor:
     """A page must have a power of two of tokens, at least 16."""
     num_tokens, device = projected_NP.shape[0], projected_NP.device
@@ -123,7 +123,7 @@ def attention_prefill(
         kv_P2SGD.shape[2],
         is_hopper=is_hopper,
         shared_bytes=most,
-        fp8=exponent_P2SG is not None,
+        fp8=exponent_P2GS is not None,
     )
     shapes = {
         "G": num_kv_heads,
@@ -141,7 +141,7 @@ def attention_prefill(
         weights,
         rope,
         kv_P2SGD,
-        exponent_P2SG,
+        exponent_P2GS,
         batch,
         queries_NQD,
         line_4I,
@@ -156,16 +156,14 @@ def attention_prefill(
     block_dims = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    pool: tuple[object, ...]
-    if plan.is_hopper:
-        pool = (hopper.descriptor(kv_P2SGD),)
-    else:
-        pool = (as_bytes(kv_P2SGD, exponent_P2SG), exponent_P2SG)
+    pool = as_bytes(kv_P2SGD, exponent_P2GS)
+    if not plan.is_hopper:
         sizes |= {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
     (hopper.attend if plan.is_hopper else _attend)[(num_programs,)](
         queries_NQD,
         *arguments,
-        *pool,
+        hopper.descriptor(pool) if plan.is_hopper else pool,
+        exponent_P2GS,
         batch.page_table_UP,
         batch.page_table_UP.shape[1],
         *layout,
@@ -206,7 +204,7 @@ def store_keys_values(
     kv_P2SGD: Tensor,
     batch: PrefillBatch,
     *,
-    exponent_P2SG: Tensor | None = None,
+    exponent_P2GS: Tensor | None = None,
 ) -> None:
     shapes = {
         "G": weights.num_kv_heads,
@@ -215,7 +213,7 @@ def store_keys_values(
         "BLOCK_M": _MIN_DOT,
         "PAGE": kv_P2SGD.shape[2],
     }
-    pool = kv_P2SGD, exponent_P2SG
+    pool = kv_P2SGD, exponent_P2GS
     _prepare(projected_NK, projected_NK, weights, rope, *pool, batch, projected_NK, batch.page_table_UP, shapes, 0)
 
 
@@ -225,7 +223,7 @@ def _prepare(
     weights: AttentionWeights,
     rope: RopeTable,
     kv_P2SGD: Tensor,
-    exponent_P2SG: Tensor | None,
+    exponent_P2GS: Tensor | None,
     batch: PrefillBatch,
     queries_NQD: Tensor,
     line_4I: Tensor,
@@ -248,8 +246,8 @@ def _prepare(
         weights.k_norm.eps,
         rope.cos_LA,
         rope.sin_LA,
-        as_bytes(kv_P2SGD, exponent_P2SG),
-        exponent_P2SG,
+        as_bytes(kv_P2SGD, exponent_P2GS),
+        exponent_P2GS,
         batch.position_N,
         batch.spans_UF,
         batch.spans_UF.shape[0],
@@ -298,7 +296,7 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
     cos_LA,
     sin_LA,
     kv_P2SGD,
-    exponent_P2SG,
+    exponent_P2GS,
     position_N,
     spans_UF,
     num_spans,
@@ -362,10 +360,10 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
             k = norm_rope(keys, row, is_real, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
             mask = is_real[:, None] & (d < D)[None, :]
             v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=mask, other=0.0)
-            token = page * (2 * PAGE) + position % PAGE
-            pool = kv_P2SGD + g * D + token[:, None] * (G * D) + d[None, :]
-            store_heads(pool, k.to(keys.dtype.element_ty), mask, exponent_P2SG, token * G + g, is_real)
-            store_heads(pool + PAGE * G * D, v, mask, exponent_P2SG, (token + PAGE) * G + g, is_real)
+            pool = kv_P2SGD + g * D + (page * (2 * PAGE) + position % PAGE)[:, None] * (G * D) + d[None, :]
+            exponent = (page * (2 * G) + g) * PAGE + position % PAGE
+            store_heads(pool, k.to(keys.dtype.element_ty), mask, exponent_P2GS, exponent, is_real)
+            store_heads(pool + PAGE * G * D, v, mask, exponent_P2GS, exponent + PAGE * G, is_real)
 
 
 @triton.jit
@@ -408,10 +406,10 @@ def _half_page(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _multipliers(exponent_P2SG, g, page, HALF: tl.constexpr, is_key, G: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _multipliers(exponent_P2GS, g, page, HALF: tl.constexpr, is_key, G: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The powers of two of a page's keys (HALF 0) or values (1), as a row."""
-    place = (page.to(tl.int64) * 2 + HALF) * (PAGE * G) + tl.arange(0, PAGE) * G + g
-    return multipliers(exponent_P2SG + place, is_key)[None, :]
+    place = ((page.to(tl.int64) * 2 + HALF) * G + g) * PAGE + tl.arange(0, PAGE)
+    return multipliers(exponent_P2GS + place, is_key)[None, :]
 
 
 @triton.jit
@@ -419,7 +417,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
     q,
     query_position_M,
     kv_head,
-    exponent_P2SG,
+    exponent_P2GS,
     g,
     pages,
     first_page,
@@ -447,12 +445,12 @@ def _attend_run(  # type: ignore[no-untyped-def]
         page = tl.load(pages + tl.where(turn < num_full, turn, turn - num_full))
         k = decoded(_half_page(kv_head, page, 0, G, D, PAGE, BLOCK_D), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if exponent_P2SG is not None:
-            scores *= _multipliers(exponent_P2SG, g, page, 0, True, G, PAGE)
+        if exponent_P2GS is not None:
+            scores *= _multipliers(exponent_P2GS, g, page, 0, True, G, PAGE)
         weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale, False)
         v = decoded(_half_page(kv_head, page, 1, G, D, PAGE, BLOCK_D), q.dtype)
-        if exponent_P2SG is not None:
-            weight *= _multipliers(exponent_P2SG, g, page, 1, True, G, PAGE)
+        if exponent_P2GS is not None:
+            weight *= _multipliers(exponent_P2GS, g, page, 1, True, G, PAGE)
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
     s = tl.arange(0, PAGE)
     d = tl.arange(0, BLOCK_D)
@@ -463,13 +461,13 @@ def _attend_run(  # type: ignore[no-untyped-def]
         is_key = (position < length)[:, None] & (d < D)[None, :]
         k = decoded(tl.load(place, mask=is_key, other=0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if exponent_P2SG is not None:
-            scores *= _multipliers(exponent_P2SG, g, page, 0, position < length, G, PAGE)
+        if exponent_P2GS is not None:
+            scores *= _multipliers(exponent_P2GS, g, page, 0, position < length, G, PAGE)
         scores = tl.where(position[None, :] <= query_position_M[:, None], scores, float("-inf"))
         weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale, True)
         v = decoded(tl.load(place + PAGE * G * D, mask=is_key, other=0), q.dtype)
-        if exponent_P2SG is not None:
-            weight *= _multipliers(exponent_P2SG, g, page, 1, position < length, G, PAGE)
+        if exponent_P2GS is not None:
+            weight *= _multipliers(exponent_P2GS, g, page, 1, position < length, G, PAGE)
         values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
     return largest, exponentials, values
 
@@ -480,7 +478,7 @@ def _attend(  # type: ignore[no-untyped-def]
     projected_NP,
     row_stride,
     kv_P2SGD,
-    exponent_P2SG,
+    exponent_P2GS,
     page_table_UP,
     num_pages,
     spans_UF,
@@ -534,7 +532,7 @@ def _attend(  # type: ignore[no-untyped-def]
             shift = tl.where(run == end - begin, (run - first_page % run) % run, 0)
             turned = tl.where(shift < num_full, shift, 0)
             pages = page_table_UP + u.to(tl.int64) * num_pages + first_page
-            keys = (kv_P2SGD + g * D, exponent_P2SG, g, pages, first_page, run, num_full, turned, start + count, scale)
+            keys = (kv_P2SGD + g * D, exponent_P2GS, g, pages, first_page, run, num_full, turned, start + count, scale)
             largest, exponentials, values = _attend_run(
                 q, start + first_token + token_M, *keys, G, D, PAGE, BLOCK_M, BLOCK_D, PRECISION
             )

@@ -6,6 +6,10 @@ three. Here every wait and copy is explicit. While a program processes page j, T
 the values of page j. The matrix units add the values of page j - 1 while the threads compute the weights of page j,
 and compute the scores of page j while the output is rescaled.
 
+Pages in FP8 are copied to a staging buffer for keys and one for values, and all threads decode them from there to the
+buffers that the matrix units read, while these work: the keys of page j + 1 and the values of page j. Every number is
+exact, so how a page was decoded changes no bit.
+
 Knows nothing of where tiles come from: see prefill_attention.py, also for terms and shape letters.
 """
 
@@ -28,7 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import prefill_line
 from agentspec.kernels.triton.attention import share_of
+from agentspec.kernels.triton.fp8_pages import power
 from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.linear_tiles import decode_e4m3
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 
 BLOCK_M = 128
@@ -38,6 +44,8 @@ NUM_WARPS = 8
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name in Triton 3.9, and before."""
 _barrier = tl.debug_barrier
+_decode_e4m3 = gluon.jit(decode_e4m3.fn)
+_power = gluon.jit(power.fn)
 _share_of = gluon.jit(share_of.fn)
 _shares_of = gluon.jit(prefill_line.shares_of.fn)
 _tile_at = gluon.jit(prefill_line.tile_at.fn)
@@ -46,21 +54,29 @@ _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
 
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.uint8: gl.uint8}
+
+
 def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
-    """TMA descriptor of the pool: a block is one head's keys, or values, of a page."""
+    """TMA descriptor of the pool, which is bytes where it is in FP8: a block is one head's keys, or values, of a
+    page."""
     page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
-    layout = gl.NVMMASharedLayout.get_default_for(
-        [page_tokens, head_dim], gl.bfloat16 if kv_P2SGD.dtype == torch.bfloat16 else gl.float16
-    )
+    layout = gl.NVMMASharedLayout.get_default_for([page_tokens, head_dim], _ELEMENTS[kv_P2SGD.dtype])
     return TensorDescriptor.from_tensor(kv_P2SGD.view(-1, num_kv_heads * head_dim), [page_tokens, head_dim], layout)
 
 
 @gluon.jit
-def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
-    """Return the id of the j-th page that a program processes of a run: the first `num_full` in rotated order,
+def _place_at(j, num_full, turned):  # type: ignore[no-untyped-def]
+    """Return the place in a run of the j-th page that a program processes of it: the first `num_full` in rotated order,
     starting at page `turned`, then the others."""
     turn = gl.where(j + turned < num_full, j + turned, j + turned - num_full)
-    return gl.load(pages + gl.where(j < num_full, turn, j), mask=j < num_pages, other=0)
+    return gl.where(j < num_full, turn, j)
+
+
+@gluon.jit
+def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
+    """Return the id of the page at `_place_at`."""
+    return gl.load(pages + _place_at(j, num_full, turned), mask=j < num_pages, other=0)
 
 
 @gluon.jit
@@ -215,13 +231,128 @@ def _attend_run(  # type: ignore[no-untyped-def]
     return largest, exponentials, values
 
 
+@gluon.jit
+def _stage(pool, page, column, HALF: gl.constexpr, staged, ready, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the copy of a page's codes of keys (HALF 0) or values (1) to a staging buffer that no thread reads."""
+    mbarrier.expect(ready, pool.block_type.nbytes, pred=is_wanted)
+    _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], ready, staged, pred=is_wanted)
+
+
+@gluon.jit
+def _decode(staged, buffer, PAGE: gl.constexpr, D: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a page's numbers, without their powers of two, to a buffer that has no more readers."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [8, 1], [1, 0])
+    step: gl.constexpr = 4096 // D if 4096 // D < PAGE else PAGE
+    for first in gl.static_range(0, PAGE, step):
+        codes = staged.slice(first, step).load(rows)
+        buffer.slice(first, step).store(_decode_e4m3(codes, buffer.dtype))
+
+
+@gluon.jit
+def _multipliers(  # type: ignore[no-untyped-def]
+    exponents, page, HALF: gl.constexpr, rest, layout: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr
+):
+    """The powers of two of a page's keys or values, as a row. exponents: of the head, in page 0. rest: how many places
+    of the page are written; 1 for the others."""
+    place = gl.arange(0, PAGE, layout=gl.SliceLayout(0, layout))
+    head = exponents + (page.to(gl.int64) * 2 + HALF) * (G * PAGE)
+    return gl.expand_dims(_power(gl.load(head + place, mask=place < rest, other=0).to(gl.int32)), 0)
+
+
+@gluon.jit
+def _attend_run_fp8(  # type: ignore[no-untyped-def]
+    queries,
+    query_position_M,
+    keys,
+    keys_ready,
+    values_,
+    values_ready,
+    pool,
+    column,
+    run,
+    turn,
+    length,
+    scale,
+    staged,
+    exponents,
+    scores_layout: gl.constexpr,
+    values_layout: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    PAGE: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+):
+    """`_attend_run` over pages in FP8. staged: buffers of one page's codes of keys, and of values, each with one
+    barrier. exponents: of the head, in page 0."""
+    pages, first_page, num_pages, num_full, turned = run
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
+    staged_keys, staged_values = staged.index(0), staged.index(1)
+    keys_here, values_here = keys_ready.index(0), values_ready.index(0)
+    page = _page_at(pages, 0, num_pages, num_full, turned)
+    next_page = _page_at(pages, 1, num_pages, num_full, turned)
+    # As in `_attend_run`: queries are visible to the matrix units, and the last tile's buffers have no readers.
+    fence_async_shared()
+    _barrier()
+    _stage(pool, page, column, 0, staged_keys, keys_here, True, PAGE)
+    _stage(pool, page, column, 1, staged_values, values_here, True, PAGE)
+    mbarrier.wait(keys_here, turn & 1)
+    _decode(staged_keys, keys.index(turn % 2), PAGE, D)
+    mbarrier.wait(values_here, turn & 1)
+    _decode(staged_values, values_.index(turn % 2), PAGE, D)
+    fence_async_shared()
+    _barrier()
+    _stage(pool, next_page, column, 0, staged_keys, keys_here, num_pages > 1, PAGE)
+    _stage(pool, next_page, column, 1, staged_values, values_here, num_pages > 1, PAGE)
+    largest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    exponentials = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores_layout))
+    values = gl.zeros([BLOCK_M, D], gl.float32, values_layout)
+    for j in range(num_pages):
+        place = first_page + _place_at(j, num_full, turned)
+        rest = length - place * PAGE
+        key_multipliers = _multipliers(exponents, page, 0, rest, scores_layout, G, PAGE)
+        value_multipliers = _multipliers(exponents, page, 1, rest, scores_layout, G, PAGE)
+        nothing = gl.zeros([BLOCK_M, PAGE], gl.float32, scores_layout)
+        scores = warpgroup_mma(
+            queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+        if j + 1 < num_pages:
+            # Its last readers were the scores of page j - 1, which all threads have waited for.
+            mbarrier.wait(keys_here, (turn + j + 1) & 1)
+            _decode(staged_keys, keys.index((turn + j + 1) % 2), PAGE, D)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = scores * key_multipliers
+        scores = _masked(scores, place * PAGE, query_position_M, scores_layout, PAGE)
+        new_weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+        weight = gl.convert_layout((new_weight * value_multipliers).to(queries.dtype), weight_layout)
+        values = _rescaled(values, shrink, values_layout)
+        values = warpgroup_mma(weight, values_.index((turn + j) % 2), values, is_async=True)
+        if j + 1 < num_pages:
+            mbarrier.wait(values_here, (turn + j + 1) & 1)
+            _decode(staged_values, values_.index((turn + j + 1) % 2), PAGE, D)
+        page = next_page
+        next_page = _page_at(pages, j + 2, num_pages, num_full, turned)
+        values = warpgroup_mma_wait(0, deps=[values])
+        fence_async_shared()
+        _barrier()
+        _stage(pool, next_page, column, 0, staged_keys, keys_here, j + 2 < num_pages, PAGE)
+        _stage(pool, next_page, column, 1, staged_values, values_here, j + 2 < num_pages, PAGE)
+    return largest, exponentials, values
+
+
+@gluon.jit
+def _init_barriers(keys_ready, values_ready):  # type: ignore[no-untyped-def]
+    for buffer in gl.static_range(2):
+        mbarrier.init(keys_ready.index(buffer), count=1)
+        mbarrier.init(values_ready.index(buffer), count=1)
+
+
 @gluon.jit(do_not_specialize=prefill_line.NOT_SPECIALIZED)
 def attend(  # type: ignore[no-untyped-def]
-    queries_NQD, projected_NP, row_stride, pool, page_table_UP, num_pages, spans_UF, line_4I, most_tiles, cuts_2C,
-    scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr, PDL: gl.constexpr
+    queries_NQD, projected_NP, row_stride, pool, exponent_P2GS, page_table_UP, num_pages, spans_UF, line_4I,
+    most_tiles, cuts_2C, scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_M: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """The kernel of prefill_attention._attend; BLOCK_M is 128, D a power of two."""
+    """prefill_attention._attend; BLOCK_M is 128, D a power of two. exponent_P2GS None: pages are in full precision."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]
     )
@@ -230,13 +361,14 @@ def attend(  # type: ignore[no-untyped-def]
     )
     dtype: gl.constexpr = queries_NQD.dtype.element_ty
     queries = gl.allocate_shared_memory(dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
-    keys = gl.allocate_shared_memory(dtype, [2, PAGE, D], pool.layout)
-    values_ = gl.allocate_shared_memory(dtype, [2, PAGE, D], pool.layout)
+    page_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PAGE, D], dtype)
+    keys = gl.allocate_shared_memory(dtype, [2, PAGE, D], page_layout)
+    values_ = gl.allocate_shared_memory(dtype, [2, PAGE, D], page_layout)
     keys_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(2):
-        mbarrier.init(keys_ready.index(buffer), count=1)
-        mbarrier.init(values_ready.index(buffer), count=1)
+    _init_barriers(keys_ready, values_ready)
+    if exponent_P2GS is not None:
+        staged = gl.allocate_shared_memory(gl.uint8, [2, PAGE, D], pool.layout)
     _release_next(PDL)
     _await_previous(PDL)
     program = gl.program_id(0)
@@ -267,35 +399,26 @@ def attend(  # type: ignore[no-untyped-def]
             pages = (page_table_UP + u.to(gl.int64) * num_pages + first_page, first_page, run, num_full, turned)
             row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
             buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, g * D)
-            largest, exponentials, values = _attend_run(
-                *buffers, pages, turn, start + count, scale, scores_layout, values_layout, BLOCK_M, PAGE, D
-            )
+            place = (pages, turn, start + count, scale)
+            if exponent_P2GS is None:
+                largest, exponentials, values = _attend_run(
+                    *buffers, *place, scores_layout, values_layout, BLOCK_M, PAGE, D
+                )
+            else:
+                fp8 = (staged, exponent_P2GS + g * PAGE)
+                largest, exponentials, values = _attend_run_fp8(
+                    *buffers, *place, *fp8, scores_layout, values_layout, BLOCK_M, PAGE, D, G
+                )
             turn += run
             if run == tile_end - tile_begin:
                 values = _rescaled(values, 1.0 / exponentials, values_layout)
                 gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
-                _store_gated(
-                    values,
-                    gates,
-                    row_stride,
-                    out_NX + head,
-                    tile,
-                    first_token,
-                    count,
-                    values_layout,
-                    G,
-                    SHARES,
-                    D,
-                    BLOCK_M,
-                )
+                tokens = (tile, first_token, count)
+                _store_gated(values, gates, row_stride, out_NX + head, *tokens, values_layout, G, SHARES, D, BLOCK_M)
             else:
                 partial = (2 * program + (begin < tile_begin).to(gl.int32)).to(gl.int64) * BLOCK_M
-                m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
-                gl.store(scores_2CM + partial + m, largest)
-                gl.store(scores_2CM + 2 * gl.num_programs(0) * BLOCK_M + partial + m, exponentials)
-                m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, values_layout))
-                d = gl.arange(0, D, layout=gl.SliceLayout(0, values_layout))
-                gl.store(sums_CMD + partial * D + (gl.expand_dims(m, 1) * D + gl.expand_dims(d, 0)), values)
+                stores = (partial, scores_2CM, sums_CMD)
+                _store_partial(largest, exponentials, values, *stores, scores_layout, values_layout, D, BLOCK_M)
 
 
 @gluon.jit
@@ -360,6 +483,28 @@ def _load_queries(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     queries.store(q)
+
+
+@gluon.jit
+def _store_partial(  # type: ignore[no-untyped-def]
+    largest,
+    exponentials,
+    values,
+    partial,
+    scores_2CM,
+    sums_CMD,
+    scores_layout: gl.constexpr,
+    values_layout: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """Store a program's part of a tile's result. partial: its first row."""
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
+    gl.store(scores_2CM + partial + m, largest)
+    gl.store(scores_2CM + 2 * gl.num_programs(0) * BLOCK_M + partial + m, exponentials)
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, values_layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, values_layout))
+    gl.store(sums_CMD + partial * D + (gl.expand_dims(m, 1) * D + gl.expand_dims(d, 0)), values)
 
 
 @gluon.jit

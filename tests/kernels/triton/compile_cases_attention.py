@@ -63,9 +63,9 @@ def _cases(
             "sums_CMD": "*fp32",
             "scores_2CM": "*fp32",
         }
-        | ({"exponent_P2SG": "*i8"} if fp8 else {}),
+        | ({"exponent_P2GS": "*i8"} if fp8 else {}),
         constexprs=shapes
-        | ({} if fp8 else {"exponent_P2SG": None})
+        | ({} if fp8 else {"exponent_P2GS": None})
         | {
             "PAGE": _PAGE,
             "A": half_rope,

@@ -54,7 +54,7 @@ def _prepare(
             "most_tiles": "i32",
             "num_programs": "i32",
         }
-        | ({"exponent_P2SG": "*i8"} if fp8 else {}),
+        | ({"exponent_P2GS": "*i8"} if fp8 else {}),
         constexprs={
             "G": heads[1],
             "SHARES": heads[0] // heads[1],
@@ -65,7 +65,7 @@ def _prepare(
             "BLOCK_N": prefill_attention._BLOCK_N,
             "BLOCK_D": head_dim,
         }
-        | ({} if fp8 else {"exponent_P2SG": None})
+        | ({} if fp8 else {"exponent_P2GS": None})
         | prefill_attention.line_blocks(num_spans),
         num_warps=4,
         multiples_of_16=("row_stride",),
@@ -89,13 +89,15 @@ def _cases(
         dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target), fp8=fp8
     )
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
-    pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
-    options: dict[str, int | str | None] = {}
+    element = ("u8", gl.uint8) if fp8 else ("bf16", gl.bfloat16)
+    pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], element[1])
+    options: dict[str, int | str | None] = {} if fp8 else {"exponent_P2GS": None}
     if plan.is_hopper:
-        pool = {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"}
+        pool = {"pool": f"tensordesc<{element[0]}[{_PAGE},{head_dim}],{pool_layout!r}>"}
     else:
-        pool = {"kv_P2SGD": "*u8", "exponent_P2SG": "*i8"} if fp8 else {"kv_P2SGD": activations}
-        options = {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)} | ({} if fp8 else {"exponent_P2SG": None})
+        pool = {"kv_P2SGD": "*u8" if fp8 else activations}
+        options |= {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
+    pool |= {"exponent_P2GS": "*i8"} if fp8 else {}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target, fp8=fp8)
     yield CompileCase(
         name=f"attend_prompt {model}{' FP8 pages' if fp8 else ''}",
@@ -110,8 +112,8 @@ def _cases(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
-        # A few words, outside of the loop over pages. With FP8 pages it isn't tuned for Hopper yet.
-        stack_bytes=128 if plan.is_hopper else 256 * fp8,
+        # A few words, outside of the loop over pages.
+        stack_bytes=128 if plan.is_hopper else 0,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
     yield CompileCase(

@@ -42,6 +42,30 @@ class _Buffer:
         assert self.reader is None, "a store to a buffer that still has readers"
         self.data = value
 
+    def slice(self, first: int, count: int) -> _Rows:
+        return _Rows(self, first, count)
+
+
+class _Rows:
+    """Some rows of a buffer."""
+
+    def __init__(self, buffer: _Buffer, first: int, count: int) -> None:
+        self.buffer, self.rows = buffer, slice(first, first + count)
+
+    def load(self, layout: object) -> Any:
+        whole = self.buffer.data.handle
+        return _tensor(whole.data[self.rows].copy(), whole.dtype)
+
+    def store(self, value: Any) -> None:
+        old, new = self.buffer.data, value.handle.data
+        whole = np.zeros((0, new.shape[1]), new.dtype) if self.rows.start == 0 else old.handle.data
+        assert len(whole) == self.rows.start, "rows are stored in order"
+        self.buffer.store(_tensor(np.concatenate((whole, new)), value.dtype))
+
+
+def _tensor(data: Any, dtype: Any) -> Any:
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
+
 
 class _Transposed:
     def __init__(self, buffer: _Buffer) -> None:
@@ -148,14 +172,12 @@ class _Pool:
     def __init__(self, kv_P2SGD: Tensor) -> None:
         self.page_tokens, num_kv_heads, self.head_dim = kv_P2SGD.shape[2:]
         self.rows = kv_P2SGD.view(-1, num_kv_heads * self.head_dim).numpy()
-        self.block_type = tl.block_type(tl.float16, [self.page_tokens, self.head_dim])
+        self.dtype = tl.uint8 if self.rows.dtype == np.uint8 else tl.float16
+        self.block_type = tl.block_type(self.dtype, [self.page_tokens, self.head_dim])
 
     def block(self, place: list[Any]) -> Any:
         row, column = map(_number, place)
-        return tl.tensor(
-            TensorHandle(self.rows[row : row + self.page_tokens, column : column + self.head_dim].copy(), tl.float16),
-            self.block_type,
-        )
+        return _tensor(self.rows[row : row + self.page_tokens, column : column + self.head_dim].copy(), self.dtype)
 
 
 class _Shared:

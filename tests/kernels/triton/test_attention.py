@@ -24,6 +24,8 @@ from tests.fakes.compare import relative_error
 
 KEY_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.07, torch.bfloat16: 0.07}
 """The same for keys in FP8: another order of sums may round one to the next 8-bit float, though hardly in float32."""
+FP8_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.03, torch.bfloat16: 0.03}
+"""Of outputs over such keys."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
 
@@ -53,23 +55,23 @@ class Inputs:
     kv_P2SGD: Tensor
     page_table_BP: Tensor
     start_B: Tensor
-    exponent_P2SG: Tensor | None = None
+    exponent_P2GS: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
             weights=weights_on(device, self.weights, dtype),
             rope=rope_on(device, self.rope),
-            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2SG is None else None, copy=True),
+            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2GS is None else None, copy=True),
             page_table_BP=self.page_table_BP.to(device),
             start_B=self.start_B.to(device),
-            exponent_P2SG=None if self.exponent_P2SG is None else self.exponent_P2SG.to(device, copy=True),
+            exponent_P2GS=None if self.exponent_P2GS is None else self.exponent_P2GS.to(device, copy=True),
         )
 
     @property
     def pool(self) -> Tensor:
         """The pool's numbers, on the CPU, whatever its form."""
-        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2SG)
+        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2GS)
 
 
 def weights_on(device: torch.device | str, weights: AttentionWeights, dtype: torch.dtype | None) -> AttentionWeights:
@@ -125,7 +127,7 @@ def inputs_of(case: Case) -> Inputs:
         kv_P2SGD=pools[0],
         page_table_BP=table,
         start_B=torch.tensor([start or 0 for start in case.starts]),
-        exponent_P2SG=pools[1],
+        exponent_P2GS=pools[1],
     )
 
 
@@ -140,7 +142,7 @@ def step(inputs: Inputs, case: Case) -> Tensor:
             inputs.page_table_BP,
             inputs.start_B,
             first_position=case.first_position,
-            exponent_P2SG=inputs.exponent_P2SG,
+            exponent_P2GS=inputs.exponent_P2GS,
         )
 
 
@@ -167,7 +169,7 @@ def check_step(device: torch.device, case: Case) -> None:
         plain.page_table_BP,
         plain.start_B,
         first_position=case.first_position,
-        exponent_P2SG=plain.exponent_P2SG,
+        exponent_P2GS=plain.exponent_P2GS,
     )
     stored = torch.zeros(real.kv_P2SGD.shape[0], case.page_tokens, dtype=torch.bool)
     for slot, start in enumerate(case.starts):
@@ -175,7 +177,8 @@ def check_step(device: torch.device, case: Case) -> None:
         if start is None:
             assert not got[columns].any(), (case, slot)
         else:
-            assert error(got[columns], want[columns]) < TOLERANCE[case.dtype], (case, slot)
+            tolerance = (FP8_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype]
+            assert error(got[columns], want[columns]) < tolerance, (case, slot)
             position = torch.arange(start, start + case.num_columns)
             stored[inputs.page_table_BP[slot, position // case.page_tokens].long(), position % case.page_tokens] = True
     pool, before, expected = (each.pool.transpose(1, 2) for each in (real, inputs, plain))
@@ -243,7 +246,7 @@ def test_fp8_pages_give_the_bits_of_pages_that_hold_the_rounded_numbers(
     rounded = inputs_of(case).to(device)
     got = step(rounded, case)
     monkeypatch.setattr(attention, "store_heads", _store_nothing)
-    assert torch.equal(got, step(replace(rounded, kv_P2SGD=rounded.pool, exponent_P2SG=None), case)), f"seed {seed}"
+    assert torch.equal(got, step(replace(rounded, kv_P2SGD=rounded.pool, exponent_P2GS=None), case)), f"seed {seed}"
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -21,7 +21,7 @@ from agentspec.types import SCRATCH_PAGE
 from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.gluon_in_interpreter import interpreted_hopper
-from tests.kernels.triton.test_attention import KEY_TOLERANCE, rope_on, weights_on
+from tests.kernels.triton.test_attention import FP8_TOLERANCE, KEY_TOLERANCE, rope_on, weights_on
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
@@ -51,22 +51,22 @@ class Inputs:
     rope: RopeTable
     kv_P2SGD: Tensor
     batch: PrefillBatch
-    exponent_P2SG: Tensor | None = None
+    exponent_P2GS: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
             weights=weights_on(device, self.weights, dtype),
             rope=rope_on(device, self.rope),
-            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2SG is None else None, copy=True),
-            exponent_P2SG=None if self.exponent_P2SG is None else self.exponent_P2SG.to(device, copy=True),
+            kv_P2SGD=self.kv_P2SGD.to(device, dtype if self.exponent_P2GS is None else None, copy=True),
+            exponent_P2GS=None if self.exponent_P2GS is None else self.exponent_P2GS.to(device, copy=True),
             batch=PrefillBatch(**{name: getattr(self.batch, name).to(device) for name in PrefillBatch.__slots__}),
         )
 
     @property
     def pool(self) -> Tensor:
         """The pool's numbers, on the CPU, whatever its form."""
-        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2SG)
+        return fp8_pool.plain(self.kv_P2SGD, self.exponent_P2GS)
 
 
 def inputs_of(case: Case) -> Inputs:
@@ -109,7 +109,7 @@ def inputs_of(case: Case) -> Inputs:
         ),
         rope=RopeTable(cos_LA=angles.cos(), sin_LA=angles.sin()),
         kv_P2SGD=pools[0],
-        exponent_P2SG=pools[1],
+        exponent_P2GS=pools[1],
         batch=PrefillBatch(
             token_ids_N=torch.zeros_like(position_N),
             position_N=position_N,
@@ -128,7 +128,7 @@ def run(inputs: Inputs) -> Tensor:
 def attend(prefill: Callable[..., Tensor], inputs: Inputs) -> Tensor:
     """A backend's `attention_prefill` of the inputs."""
     rest = inputs.weights, inputs.rope, inputs.kv_P2SGD, inputs.batch
-    return prefill(inputs.projected_NP, *rest, exponent_P2SG=inputs.exponent_P2SG)
+    return prefill(inputs.projected_NP, *rest, exponent_P2GS=inputs.exponent_P2GS)
 
 
 def check_prefill(device: torch.device, case: Case) -> None:
@@ -138,7 +138,7 @@ def check_prefill(device: torch.device, case: Case) -> None:
     num_tokens = sum(count for _, count in case.spans)
     got = run(real)[:num_tokens].cpu()
     want = attend(reference.attention_prefill, plain)[:num_tokens]
-    assert relative_error(got, want) < TOLERANCE[case.dtype], case
+    assert relative_error(got, want) < (FP8_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype], case
     check_stores(case, inputs.pool, real.pool, plain.pool, inputs.batch)
 
 
@@ -171,7 +171,7 @@ def check_store_keys_values(device: torch.device, case: Case) -> None:
     run(whole)
     keys_values_NK = alone.projected_NP[:, 2 * case.num_heads * case.head_dim :]
     rest = alone.weights, alone.rope, alone.kv_P2SGD, alone.batch
-    store_keys_values(keys_values_NK, *rest, exponent_P2SG=alone.exponent_P2SG)
+    store_keys_values(keys_values_NK, *rest, exponent_P2GS=alone.exponent_P2GS)
     assert torch.equal(alone.pool.nan_to_num(77), whole.pool.nan_to_num(77)), case
 
 
@@ -235,6 +235,7 @@ HOPPER_CASES = {
     ),
     "ends with a page": Case(spans=((90, 6), (32, 16)), num_heads=4, num_kv_heads=2, seed=25),
 }
+HOPPER_CASES |= {f"FP8, {name}": replace(case, fp8=True) for name, case in HOPPER_CASES.items()}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernel itself runs")
