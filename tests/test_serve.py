@@ -45,6 +45,10 @@ ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 """Takes minutes to generate, so that a test that waited for its end would time out."""
 
 
+BETWEEN_ASKS = 0.02
+"""Seconds."""
+
+
 class Served:
     """A running `agentspec serve`."""
 
@@ -66,6 +70,17 @@ class Served:
         url = re.search(r"http://127\.0\.0\.1:\d+", self.page)
         assert url is not None
         self.client.base_url = httpx.URL(url.group())
+
+    def wait_for(self, holds: Callable[[httpx.Response], bool], path: str = "/health", **post: Any) -> httpx.Response:
+        """Ask again and again until the answer is as wanted. Not at once: the processes that are waited for need the
+        processor. post: arguments of a POST."""
+        while True:
+            with suppress(httpx.ConnectError):
+                answer = self.client.post(path, **post) if post else self.client.get(path)
+                if holds(answer):
+                    return answer
+            with suppress(subprocess.TimeoutExpired):
+                raise AssertionError(f"the server ended with status {self.process.wait(BETWEEN_ASKS)}")
 
     def end(self) -> tuple[int, str, str]:
         """Wait for both processes; return the exit code, the rest of stdout, and stderr without the progress lines."""
@@ -219,10 +234,7 @@ def test_a_signal_ends_a_start_with_a_hanging_template(
         port = free.getsockname()[1]
     served = serve("--chat-template", str(own), "--port", str(port), "--text-timeout", "300", wait=False)
     served.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
-    health = None
-    while health is None:
-        with suppress(httpx.ConnectError):
-            health = served.client.get("/health")
+    served.wait_for(lambda health: True)
     served.process.send_signal(number)
     assert served.end() == (code, "", "")
 
@@ -351,8 +363,7 @@ def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
         refused = served.client.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         served.process.send_signal(signal.SIGINT)
-        while served.client.get("/health").status_code == 200:
-            pass
+        served.wait_for(lambda health: health.status_code != 200)
         assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
         served.process.send_signal(signal.SIGINT)
         assert reasons(lines) == (["abort"], "data: [DONE]")
@@ -414,8 +425,7 @@ def test_with_restart_an_ended_engine_is_started_again_once(serve: Serve) -> Non
     assert client.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "loading"
     assert client.get("/live").status_code == 200
     gate.write_bytes(b"")
-    while client.get("/health").status_code != 200:
-        pass
+    served.wait_for(lambda health: health.status_code == 200)
     assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 20}).status_code == 200
     assert client.get(f"/v1/responses/{stored['id']}").json() == stored
     os.kill(second, signal.SIGKILL)
@@ -442,14 +452,12 @@ def test_a_stopped_engine_shows_in_health(serve: Serve) -> None:
     served = serve("--heartbeat", "4", in_engine="import os; print('engine', os.getpid(), flush=True)")
     engine = int(served.page.split()[1])
     os.kill(engine, signal.SIGSTOP)
-    while (health := served.client.get("/health")).status_code == 200:
-        pass
+    health = served.wait_for(lambda health: health.status_code != 200)
     assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stalled")
     assert served.client.get("/live").status_code == 503
     assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
     os.kill(engine, signal.SIGCONT)
-    while served.client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4}).status_code == 503:
-        pass
+    served.wait_for(lambda answer: answer.status_code != 503, "/v1/chat/completions", json=CHAT | {"max_tokens": 4})
     assert served.client.get("/live").status_code == 200
     served.process.send_signal(signal.SIGTERM)
     assert served.end() == (0, "", "")
@@ -468,10 +476,7 @@ def test_a_loading_server_answers_503_and_ends_at_a_signal(serve: Serve) -> None
         port = free.getsockname()[1]
     served = serve("--port", str(port), in_engine="import threading; threading.Event().wait()", wait=False)
     served.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
-    health = None
-    while health is None:
-        with suppress(httpx.ConnectError):
-            health = served.client.get("/health")
+    health = served.wait_for(lambda health: True)
     assert (health.status_code, health.headers["retry-after"]) == (503, "2")
     assert (health.json()["status"], health.json()["stage"]) == ("loading", "starting")
     answer = served.client.post("/v1/chat/completions", json=CHAT)

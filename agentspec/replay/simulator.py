@@ -7,7 +7,6 @@ error as its result. Knows nothing of HTTP, models or time.
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import math
 import operator
@@ -93,7 +92,8 @@ class Simulator:
 
     def snapshot(self) -> Tables:
         """Return a copy of all current records."""
-        return copy.deepcopy(self._tables)
+        # Calls replace the values of a record, but change none of them in place.
+        return {name: {key: dict(record) for key, record in records.items()} for name, records in self._tables.items()}
 
     def misses(self, goal: Goal, before: Tables, *, answer: str | None, num_calls: int) -> list[str]:
         """Return the unmet requirements of a turn's goal as text; empty when the goal is reached.

@@ -386,7 +386,7 @@ class HashChainModel:
         streams: list[list[int]] = [[] for _ in requests]
         hidden = np.array([self.reference_state(request.prompt).row[1] for request in requests], dtype=np.int64)
         lengths = np.array([len(request.prompt) for request in requests], dtype=np.int64)
-        tables = _SamplingTables(requests, self._spec.vocab_size)
+        tables = SamplingTables(requests, self._spec.vocab_size)
         of_token, of_both = self._reference.of_token, self._reference.of_position + self._reference.of_attention
         alive = np.array(
             [i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64
@@ -413,8 +413,8 @@ class HashChainModel:
         return streams
 
 
-class _SamplingTables:
-    """Sampling parameters of reference requests as tensors, and their running token counts."""
+class SamplingTables:
+    """Sampling parameters of reference requests as tensors, and their running token counts, which start at none."""
 
     def __init__(self, requests: Sequence[ReferenceRequest], vocab_size: int) -> None:
         parameters = [request.sampling for request in requests]
@@ -435,6 +435,17 @@ class _SamplingTables:
         self._seed = torch.tensor([request.seed for request in requests])
 
     def choose(self, i: Tensor, logits: Tensor, position: Tensor) -> Int64s:
+        """The next token of each request in `i`, which is counted as emitted: int64 [B]."""
+        no_drafts = torch.empty(len(i), 0, dtype=torch.int64)
+        chosen = self.choose_after(i, logits[:, None], no_drafts, position[:, None])[:, 0]
+        self._counts[i, chosen] += 1
+        result: Int64s = chosen.numpy()
+        return result
+
+    def choose_after(self, i: Tensor, logits_BTV: Tensor, known_Bk: Tensor, position_BT: Tensor) -> Tensor:
+        """The tokens of each request in `i` at these positions, each after the known tokens before it: int64 BT.
+
+        logits_BTV: float32. known_Bk: int64, k = T - 1; what column t is for follows known tokens 0..t-1."""
         penalties = PenaltyInputs(
             counts_BV=self._counts[i],
             prompt_seen_BV=self._seen[i],
@@ -450,8 +461,4 @@ class _SamplingTables:
             log_min_p_B=self._log_min_p[i],
             seed_B=self._seed[i],
         )
-        no_drafts = torch.empty(len(i), 0, dtype=torch.int64)
-        chosen = draw(penalise(logits[:, None], no_drafts, penalties), position[:, None], inputs)[:, 0]
-        self._counts[i, chosen] += 1
-        result: Int64s = chosen.numpy()
-        return result
+        return draw(penalise(logits_BTV, known_Bk, penalties), position_BT, inputs)

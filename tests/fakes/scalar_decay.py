@@ -58,54 +58,57 @@ class ScalarDecay:
         return self._ops.norm_linear(x_NH, norm, self.in_proj)
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
-        num_slots, num_columns = windows.write_rows_BT.shape
+        rows_BT = windows.write_rows_BT
         state = tuple(part_R[windows.read_row_B] for part_R in memory)
-        columns = []
-        for t, projected_BP in enumerate(projected_NP.view(num_slots, num_columns, -1).unbind(1)):
-            state, y_BO = self._advance(state, projected_BP)
-            self._save(memory, windows.write_rows_BT[:, t], state)
-            columns.append(y_BO)
-        return torch.stack(columns, 1).flatten(0, 1)
+        states, y_BTO = self._advance(state, projected_NP.view(*rows_BT.shape, -1))
+        for t in range(rows_BT.shape[1]):  # in order, because inert slots write all columns to one row
+            self._save(memory, rows_BT[:, t], tuple(part_BT[:, t] for part_BT in states))
+        return y_BTO.flatten(0, 1)
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         out_NO = projected_NP.new_zeros(len(projected_NP), self._heads[0] * self._heads[1])
         for span in read_spans(batch):
             state = tuple(part_R[[span.read_row]] for part_R in memory)
+            states, y_1TO = self._advance(state, projected_NP[None, span.begin : span.end])
+            out_NO[span.begin : span.end] = y_1TO[0]
             for block in span.blocks:
-                for n in range(block.begin, block.end):
-                    state, out_NO[n] = self._advance(state, projected_NP[[n]])
+                saved = tuple(part_1T[:, block.end - 1 - span.begin] for part_1T in states)
                 for row in block.save_rows:
-                    self._save(memory, [row], state)
+                    self._save(memory, [row], saved)
         return out_NO
 
     def _save(self, memory: Memory, rows: Tensor | list[int], state: Memory) -> None:
         for part_R, part_B in zip(memory, state, strict=True):
             part_R[rows] = part_B
 
-    def _advance(self, state: Memory, projected_BP: Tensor) -> tuple[Memory, Tensor]:
-        """(The state after one more token of each sequence, its mixed values.)"""
+    def _advance(self, state: Memory, projected_BTP: Tensor) -> tuple[Memory, Tensor]:
+        """(The states after each of T more tokens of each sequence, the tokens' mixed values.)"""
         state_BVKD, width_BV, last_BC = state
         num_heads, value_dim = self._heads
-        now_BC, z, skip_BV, dt_BV = projected_BP.split(
+        now_BTC, z, skip_BTV, dt_BTV = projected_BTP.split(
             [last_BC.shape[1], num_heads * value_dim, num_heads, num_heads], -1
         )
-        mixed_BC = silu(last_BC * self.taps_2C[0] + now_BC * self.taps_2C[1])
-        c, b, x = mixed_BC.split([self._keys[0] * self._keys[1]] * 2 + [num_heads * value_dim], -1)
-        c_BVK, b_BVK = (
-            part.unflatten(-1, self._keys).repeat_interleave(num_heads // self._keys[0], 1).float() for part in (c, b)
+        before_BTC = torch.cat((last_BC[:, None], now_BTC[:, :-1]), dim=1)
+        mixed_BTC = silu(before_BTC * self.taps_2C[0] + now_BTC * self.taps_2C[1])
+        c, b, x = mixed_BTC.split([self._keys[0] * self._keys[1]] * 2 + [num_heads * value_dim], -1)
+        c_BTVK, b_BTVK = (
+            part.unflatten(-1, self._keys).repeat_interleave(num_heads // self._keys[0], 2).float() for part in (c, b)
         )
-        x_BVD = x.unflatten(-1, self._heads).float()
-        w_BV = softplus(dt_BV.float() + self.bias_V)
-        decay_BV = torch.exp(-self.a_log_V.exp() * w_BV)
-        state_BVKD = (
-            decay_BV[..., None, None] * state_BVKD + w_BV[..., None, None] * b_BVK[..., None] * x_BVD[:, :, None]
-        )
-        width_BV = decay_BV * width_BV + w_BV
-        y_BVD = (c_BVK[:, :, None] @ state_BVKD).squeeze(2) / (1 + width_BV[..., None]) + skip_BV.float().sigmoid()[
-            ..., None
-        ] * x_BVD
-        y_BVD = y_BVD * torch.rsqrt(y_BVD.square().mean(-1, keepdim=True) + 1e-6) * self.norm_D
-        return (state_BVKD, width_BV, now_BC), (y_BVD.flatten(1) * silu(z)).to(projected_BP.dtype)
+        x_BTVD = x.unflatten(-1, self._heads).float()
+        w_BTV = softplus(dt_BTV.float() + self.bias_V)
+        decay_BTV = torch.exp(-self.a_log_V.exp() * w_BTV)
+        added_BTVKD = w_BTV[..., None, None] * b_BTVK[..., None] * x_BTVD[..., None, :]
+        states, widths = [], []
+        for decay_BV, added_BVKD, w_BV in zip(decay_BTV.unbind(1), added_BTVKD.unbind(1), w_BTV.unbind(1), strict=True):
+            state_BVKD = decay_BV[..., None, None] * state_BVKD + added_BVKD
+            width_BV = decay_BV * width_BV + w_BV
+            states.append(state_BVKD)
+            widths.append(width_BV)
+        states_BTVKD, widths_BTV = torch.stack(states, 1), torch.stack(widths, 1)
+        y_BTVD = (c_BTVK[..., None, :] @ states_BTVKD).squeeze(3) / (1 + widths_BTV[..., None])
+        y_BTVD = y_BTVD + skip_BTV.float().sigmoid()[..., None] * x_BTVD
+        y_BTVD = y_BTVD * torch.rsqrt(y_BTVD.square().mean(-1, keepdim=True) + 1e-6) * self.norm_D
+        return (states_BTVKD, widths_BTV, now_BTC), (y_BTVD.flatten(2) * silu(z)).to(projected_BTP.dtype)
 
 
 class DecayModel(Qwen3_5Model):

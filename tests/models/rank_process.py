@@ -1,5 +1,4 @@
-"""One rank of models on the CPU: `python -m tests.models.rank_process RANK RANKS DIRECTORY…` writes `rank-RANK.pt` to
-each checkpoint directory.
+"""One rank of models on the CPU: `main`, in a process of its own, writes `rank-RANK.pt` to each checkpoint directory.
 
 The ranks find each other through a file in the first directory, and communicate with gloo over the loopback
 interface.
@@ -7,7 +6,7 @@ interface.
 
 from __future__ import annotations
 
-import sys
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,6 +66,7 @@ def limits(num_real: int) -> dict[str, range]:
 
 def main(index: int, count: int, directories: list[Path]) -> None:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = distributed.FileStore(  # type: ignore[attr-defined]
         str(directories[0] / "meeting"), count
     )
@@ -79,7 +79,3 @@ def main(index: int, count: int, directories: list[Path]) -> None:
                 outputs(directory, Rank(index, count), GatheredGroup(process_group)), directory / f"rank-{index}.pt"
             )
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), [Path(name) for name in sys.argv[3:]])

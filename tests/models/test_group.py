@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,9 @@ from agentspec.kernels import GatheredGroup, Norm, Plain, reference, within
 from agentspec.kernels.reference.ranking import pack_best, token_of
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import relative_error
+from tests.fakes.forks import FORKS
 from tests.fakes.four_bit_layouts import LAYOUTS
+from tests.models import rank_process
 from tests.models.rank_process import FP8_DRAFTS, outputs
 
 BLOCKS: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
@@ -68,18 +67,19 @@ def write(directory: Path, name: str) -> Path:
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints with the outputs of each of their ranks, which are processes."""
     found = {name: write(tmp_path_factory.mktemp("model"), name) for name in MODELS}
-    command = [sys.executable, "-m", "tests.models.rank_process"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     for count in {count for count, _, _ in MODELS.values()}:
-        paths = [str(path) for name, path in found.items() if MODELS[name][0] == count]
-        processes = [
-            subprocess.Popen([*command, str(rank), str(count), *paths], env=environment) for rank in range(count)
-        ]
+        paths = [path for name, path in found.items() if MODELS[name][0] == count]
+        processes = [FORKS.Process(target=rank_process.main, args=(rank, count, paths)) for rank in range(count)]
+        for process in processes:
+            process.start()
         try:
-            assert [process.wait(timeout=120) for process in processes] == [0] * count
+            for process in processes:
+                process.join(timeout=120)
+            assert [process.exitcode for process in processes] == [0] * count
         finally:
             for process in processes:
                 process.kill()
+                process.join()
     return found
 
 

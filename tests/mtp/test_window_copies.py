@@ -86,7 +86,7 @@ def test_without_overlap_it_works_as_well() -> None:
 
 
 def test_follows_a_text_whose_matches_become_false_and_true_again() -> None:
-    simulation = Simulation(with_copies(), Case(text=LONG_RUNS, cost=mixture, batch=1, seed=7))
+    simulation = Simulation(with_copies(), Case(text=LONG_RUNS, cost=mixture, batch=1, seed=7), may_change=True)
     simulation.run(2000)
     assert wide_share(simulation, 1000) > 0.1
     simulation.change_text(FALSE_MATCHES)

@@ -7,6 +7,7 @@ steps whose time follows from a cost function. The host observes a step after it
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -117,7 +118,7 @@ class SlotText:
 
     def __init__(self, text: Text, seed: int) -> None:
         self.text = text
-        """May be replaced; tokens drawn before stay."""
+        """May be replaced in a text that no other simulation reads; tokens drawn before stay."""
         self._random = random.Random(seed)
         self._inside = False
         self.inside = bytearray()
@@ -137,6 +138,12 @@ class SlotText:
         return bool(self.inside[position]) and self.draws[position] < self.text.copy_rate
 
 
+@functools.cache
+def _shared_text(text: Text, seed: int) -> SlotText:
+    """Drawn once for all simulations that read it."""
+    return SlotText(text, seed)
+
+
 @dataclass(slots=True)
 class _Slot:
     text: SlotText
@@ -153,11 +160,14 @@ class _Slot:
 class Simulation:
     """Steps of a batch under a policy."""
 
-    def __init__(self, policy: Policy, case: Case) -> None:
+    def __init__(self, policy: Policy, case: Case, *, may_change: bool = False) -> None:
+        """may_change: the texts are drawn for this simulation alone, so that `change_text` can change them."""
         self.policy, self.case = policy, case
+        self._may_change = may_change
         self.emitted, self.ms = 0, 0.0
         self.chosen: list[WindowShape] = []
-        self.slots = [_Slot(SlotText(case.text, case.seed * 1000 + place)) for place in range(case.batch)]
+        draw = SlotText if may_change else _shared_text
+        self.slots = [_Slot(draw(case.text, case.seed * 1000 + place)) for place in range(case.batch)]
         self._random = random.Random(case.seed)
         self._unread: list[tuple[WindowShape, list[SlotResult], list[bool], float]] = []
 
@@ -175,6 +185,7 @@ class Simulation:
 
     def change_text(self, text: Text) -> None:
         """All slots go on with another kind of text."""
+        assert self._may_change, "other simulations read these texts"
         for slot in self.slots:
             slot.text.text = text
 

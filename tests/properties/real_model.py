@@ -409,10 +409,15 @@ class Scratch:
             self._known[key] = read_state(self._model, sequence.read_row, sequence.pages, len(tokens))
         return self._known[key]
 
-    @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[N, V] after each token."""
-        return self._model.logits(Driver(self._model, max_tokens=len(tokens)).prefill(tokens))
+        return self.logits_of([tokens])[0]
+
+    @torch.inference_mode()
+    def logits_of(self, token_lists: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`logits` of several sequences, from one pass."""
+        driver = Driver(self._model, num_sequences=len(token_lists), max_tokens=max(map(len, token_lists)))
+        return [self._model.logits(hidden_NH) for hidden_NH in driver.prefill_together(token_lists)]
 
     def check(
         self,

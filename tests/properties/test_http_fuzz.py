@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
+import jsonschema_rs
 import pytest
 
 from agentspec.cache import invariants
@@ -323,12 +323,12 @@ def body_schema(operation: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+def validator(schema: dict[str, Any]) -> jsonschema_rs.Draft202012Validator:
     return _validator(json.dumps(schema))
 
 
 @functools.cache
-def _validator(schema: str) -> jsonschema.Draft202012Validator:
+def _validator(schema: str) -> jsonschema_rs.Draft202012Validator:
     """Validate as msgspec decodes: where only one type of object is allowed, the field that names the type may be
     missing."""
     relaxed = {
@@ -340,7 +340,7 @@ def _validator(schema: str) -> jsonschema.Draft202012Validator:
         }
         for name, component in DOCUMENT["components"]["schemas"].items()
     }
-    return jsonschema.Draft202012Validator({**json.loads(schema), "components": {"schemas": relaxed}})
+    return jsonschema_rs.Draft202012Validator({**json.loads(schema), "components": {"schemas": relaxed}})
 
 
 def check_refusal(ask: Ask, error: dict[str, Any], fields: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from agentspec.cache.host_tier import HostMemory
@@ -82,15 +81,12 @@ def forget_a_part(mixer: ScalarDecay, memory: Memory, rows: Tensor | list[int], 
 
 def step_a_column_late(mixer: ScalarDecay, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
     """Column t's row gets the state after the last column."""
-    num_slots, num_columns = windows.write_rows_BT.shape
+    rows_BT = windows.write_rows_BT
     state = tuple(part_R[windows.read_row_B] for part_R in memory)
-    columns = []
-    for projected_BP in projected_NP.view(num_slots, num_columns, -1).unbind(1):
-        state, y_BO = mixer._advance(state, projected_BP)
-        columns.append(y_BO)
-    for t in range(num_columns):
-        mixer._save(memory, windows.write_rows_BT[:, t], state)
-    return torch.stack(columns, 1).flatten(0, 1)
+    states, y_BTO = mixer._advance(state, projected_NP.view(*rows_BT.shape, -1))
+    for t in range(rows_BT.shape[1]):
+        mixer._save(memory, rows_BT[:, t], tuple(part_BT[:, -1] for part_BT in states))
+    return y_BTO.flatten(0, 1)
 
 
 @pytest.mark.parametrize(("method", "wrong"), [("_save", forget_a_part), ("step", step_a_column_late)])

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from agentspec.kernels import Group
 from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
 from agentspec.kernels.triton.exchange import ExchangeGroup
 from agentspec.kernels.triton.launch import INTERPRETED
+from tests.fakes.forks import FORKS
 from tests.kernels.triton import exchange_rank
 from tests.kernels.triton.exchange_rank import small_layout
 
@@ -31,11 +31,6 @@ interpreted_only = pytest.mark.skipif(
     not INTERPRETED,
     reason="ranks on a CPU need Triton's interpreter; tests/gpu/test_exchange_on_cuda.py tests ranks on a CUDA device",
 )
-
-
-FORKS = get_context("forkserver")
-"""One process imports what the ranks need, and each rank is a fork of it. All have this process's environment."""
-FORKS.set_forkserver_preload([exchange_rank.__name__])
 
 
 @contextmanager
