@@ -46,15 +46,18 @@ class CaseRun(Generic[R]):
         done: Callable[[R], None],
         dtype: torch.dtype = torch.bfloat16,
         fp8_drafts: bool | None = None,
+        fp8_pages: bool = False,
     ) -> None:
         """configs: by the models' names in cases. deadline: on time.perf_counter's clock; no case starts after it.
-        done: told of every result that was tried. dtype: of weights. fp8_drafts: as in published.make_model."""
+        done: told of every result that was tried. dtype: of weights. fp8_drafts, fp8_pages: as in
+        published.make_model."""
         self._configs = configs
         self._device = device
         self._deadline = deadline
         self._done = done
         self._dtype = dtype
         self._fp8_drafts = fp8_drafts
+        self._fp8_pages = fp8_pages
 
     @property
     def time_is_up(self) -> bool:
@@ -75,7 +78,14 @@ class CaseRun(Generic[R]):
         """Make a model. Raises DoesNotFitError."""
         self.make_room(name)
         config = self._configs[name]
-        model = make_model(name, config, device=self._device, dtype=self._dtype, fp8_drafts=self._fp8_drafts)
+        model = make_model(
+            name,
+            config,
+            device=self._device,
+            dtype=self._dtype,
+            fp8_drafts=self._fp8_drafts,
+            fp8_pages=self._fp8_pages,
+        )
         let_go(model)
         return model
 

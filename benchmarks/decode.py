@@ -35,7 +35,7 @@ from benchmarks.decode_report import Report
 from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
 from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
-from benchmarks.published import CONFIGS, MANY_GPUS, PrefilledModel
+from benchmarks.published import CONFIGS, KV_DTYPES, MANY_GPUS, PrefilledModel
 from benchmarks.running_engine import Case, let_go, missing_bytes
 
 CONTEXTS = (2_048, 32_768, 131_072)
@@ -110,6 +110,7 @@ class Run(CaseRun[Result]):
         deadline: float,
         save: Callable[[Report], None],
         fp8_drafts: bool | None = None,
+        fp8_pages: bool = False,
         overlaps: Sequence[str] = (),
     ) -> None:
         """The rest as for CaseRun. save: called after every case. overlaps: choices to compare."""
@@ -118,7 +119,7 @@ class Run(CaseRun[Result]):
             save(report)
             print(report.line(result), flush=True)
 
-        super().__init__(CONFIGS, device, deadline=deadline, done=done, fp8_drafts=fp8_drafts)
+        super().__init__(CONFIGS, device, deadline=deadline, done=done, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages)
         self._report = report
         self._steps = steps
         self._overlaps = overlaps
@@ -148,7 +149,13 @@ class Run(CaseRun[Result]):
             result.experts = touched_experts(case, model, self._device)
         draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
         result.floor_bytes = floor_of(
-            case, config, result.timing, draft_vocab, experts=result.experts, fp8_drafts=model.fp8_drafts
+            case,
+            config,
+            result.timing,
+            draft_vocab,
+            experts=result.experts,
+            fp8_drafts=model.fp8_drafts,
+            fp8_pages=self._fp8_pages,
         )
         if config.moe is not None and self._overlaps:
             let_go(model)
@@ -202,6 +209,7 @@ def arguments() -> argparse.Namespace:
         help="where a shared expert runs; one: in all; several: compared in turns",
     )
     which.add_argument("--draft-precision", choices=list(DRAFT_PRECISIONS), default="auto", help="as of an engine")
+    which.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="keys and values")
     which.add_argument("--quick", action="store_true", help="4B, one user, 2k context, few steps")
     which.add_argument("--all", action="store_true", help="every model, context, batch and depth")
     parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
@@ -247,6 +255,7 @@ def main() -> int:
         deadline=began + options.max_seconds,
         save=save,
         fp8_drafts=DRAFT_PRECISIONS[options.draft_precision],
+        fp8_pages=options.kv_dtype == "fp8",
         overlaps=overlaps if len(overlaps) > 1 else (),
     )
     with overlapped(overlaps[0]) if len(overlaps) == 1 else nullcontext():

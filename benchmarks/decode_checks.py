@@ -114,7 +114,7 @@ def _after_some_steps(
         pools["ssm_LRVDK"][:, rows],
         pools["conv_LR3C"][:, rows],
         pools.hidden_RH[rows],
-        pools["kv_AP2SGD"][:, pages],
+        pools["kv_AP2SGD"][:, pages].float(),
     ]
     captured = engine.graphs
     del engine

@@ -196,6 +196,7 @@ def floor_of(
     *,
     experts: TouchedExperts | None = None,
     fp8_drafts: bool = False,
+    fp8_pages: bool = False,
 ) -> StepBytes | None:
     """experts: counts in steps of this case, for a model with a mixture."""
     if case.depth == "auto":
@@ -208,6 +209,7 @@ def floor_of(
         draft_vocab=draft_vocab,
         experts=None if experts is None else experts.means,
         fp8_drafts=fp8_drafts,
+        fp8_pages=fp8_pages,
         num_copies=case.copies,
         ring_emitted=case.expected_emitted if case.state_form == "ring" else None,
     )

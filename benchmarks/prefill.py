@@ -41,7 +41,7 @@ from benchmarks.prefill_floor import measure_rates
 from benchmarks.prefill_peers import compare_kernels
 from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import Entry, Figures, Report
-from benchmarks.published import CONFIGS, PrefilledModel, make_model
+from benchmarks.published import CONFIGS, KV_DTYPES, PrefilledModel, make_model
 from benchmarks.running_engine import let_go, missing_for_weights
 
 Case = PromptCase | SessionCase | PaceCase
@@ -78,14 +78,22 @@ class Run:
     """Measures models in sequence, within a time limit, and keeps the report up to date."""
 
     def __init__(
-        self, report: Report, device: torch.device, *, repeats: int, deadline: float, save: Callable[[Report], None]
+        self,
+        report: Report,
+        device: torch.device,
+        *,
+        repeats: int,
+        deadline: float,
+        save: Callable[[Report], None],
+        fp8_pages: bool = False,
     ) -> None:
-        """deadline: on time.perf_counter's clock; no case starts after it."""
+        """deadline: on time.perf_counter's clock; no case starts after it. fp8_pages: as in published.make_model."""
         self._report = report
         self._device = device
         self._repeats = repeats
         self._deadline = deadline
         self._save = save
+        self._fp8_pages = fp8_pages
 
     def measure(self, name: str, cases: Sequence[Case]) -> None:
         """Raises CheckFailedError when a prompt after a cached prefix gives a wrong result."""
@@ -101,7 +109,7 @@ class Run:
         if wants_block_checks(config):
             self._check(check_blocks(name, config, self._device))
         self._check(check_resume_points(name, config, self._device))
-        model = load(name, self._device)
+        model = load(name, self._device, fp8_pages=self._fp8_pages)
         together = [case for case in cases if not isinstance(case, PaceCase)]
         if together:
             room = together[0].room
@@ -145,7 +153,7 @@ class Run:
     def _figures(self, engine: PromptEngine, case: Case) -> Figures:
         if isinstance(case, PaceCase):
             return run_pace(engine, case)
-        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model)
+        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model, fp8_pages=self._fp8_pages)
         if isinstance(case, SessionCase):
             return run_session(engine, case, shape, self._report.rates)
         return time_prompts(engine, case, shape, self._report.rates, repeats=self._repeats)
@@ -160,10 +168,10 @@ class Run:
         print("\n".join(self._report.lines(entry)), flush=True)
 
 
-def load(name: str, device: torch.device) -> PrefilledModel:
+def load(name: str, device: torch.device, *, fp8_pages: bool = False) -> PrefilledModel:
     """Make a model without pools, after freeing the previous one."""
     gc.collect()
-    model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
+    model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16, fp8_pages=fp8_pages)
     let_go(model)
     return model
 
@@ -198,6 +206,7 @@ def arguments() -> argparse.Namespace:
         metavar="NEW[@CONTEXT]",
         help="lone prompts of these sizes, and nothing else",
     )
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="keys and values")
     parser.add_argument(
         "--repeats", type=int, default=5, help="measured prompts behind each figure; it is their median"
     )
@@ -225,7 +234,14 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
         if options.json is not None:
             options.json.write_text(report.as_json(), encoding="utf-8")
 
-    run = Run(report, device, repeats=options.repeats, deadline=began + options.max_seconds, save=save)
+    run = Run(
+        report,
+        device,
+        repeats=options.repeats,
+        deadline=began + options.max_seconds,
+        save=save,
+        fp8_pages=options.kv_dtype == "fp8",
+    )
     for model, cases in work.items():
         run.measure(model, cases)
     save(report)

@@ -45,11 +45,12 @@ class Shape:
     config: TextConfig
     draft_vocab: int
     fp8_drafts: bool = False
+    fp8_pages: bool = False
 
     @classmethod
-    def of(cls, config: TextConfig, model: StepModel) -> Shape:
+    def of(cls, config: TextConfig, model: StepModel, *, fp8_pages: bool = False) -> Shape:
         draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
-        return cls(config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts)
+        return cls(config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts, fp8_pages=fp8_pages)
 
     def operations(self, count: int, start: int) -> list[Operation]:
         """The floor of a prompt's new tokens after a context, until the first token."""
@@ -60,6 +61,7 @@ class Shape:
             num_drafts=NUM_DRAFTS,
             draft_vocab=self.draft_vocab,
             fp8_drafts=self.fp8_drafts,
+            fp8_pages=self.fp8_pages,
         )
 
 

@@ -33,9 +33,12 @@ from typing import Literal
 import torch
 
 from agentspec.kernels import FP8
+from agentspec.models.attention import attention_form
 from agentspec.models.gated_delta import SSM_DTYPE
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.state import page_bytes
 from agentspec.models.tensors import parameter_shapes
+from agentspec.types import BLOCK_TOKENS
 from benchmarks.bandwidth import Bandwidth, measure_bandwidth
 from benchmarks.step_bytes import ROUTED, Experts, names_in_fp8, parameter_bytes, step_bytes
 
@@ -89,11 +92,11 @@ def operations(
     num_drafts: int,
     draft_vocab: int,
     fp8_drafts: bool = False,
+    fp8_pages: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Operation]:
     """Operations of `count` prompt tokens from position `start`, until the first token. num_drafts: per step; 0: no MTP
-    head. fp8_drafts: see step_bytes."""
-    size = dtype.itemsize
+    head. fp8_drafts, fp8_pages: see step_bytes."""
     shapes = parameter_shapes(config)
     sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
     scaled = names_in_fp8(config, fp8_drafts=fp8_drafts)
@@ -115,7 +118,7 @@ def operations(
             for name, shape in shapes.items()
             if name.startswith("model.layers.") and ROUTED in name
         ]
-    key_bytes = 2 * config.num_kv_heads * config.head_dim * size
+    key_bytes = page_bytes([attention_form(config, dtype, fp8=fp8_pages)]) // BLOCK_TOKENS
     num_pairs = count * start + count * (count + 1) / 2
     attention = Operation(
         kind="attention",
@@ -144,6 +147,7 @@ def operations(
         draft_vocab=draft_vocab,
         experts=None if config.moe is None else Experts(trunk=0.0, draft=config.moe.top_k),
         fp8_drafts=fp8_drafts,
+        fp8_pages=fp8_pages,
         dtype=dtype,
     )
     draft_keys = num_drafts * (start + count) * key_bytes

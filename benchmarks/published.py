@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.kernels import Group, PrefillBatch
+from agentspec.kernels import FP8, Group, PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
@@ -24,6 +24,8 @@ from agentspec.models.state import Rings, entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
 
+KV_DTYPES = ("bf16", "fp8")
+"""Of keys and values, as benchmarks take them."""
 NUM_REAL_TOKENS = 248_077
 """Ids of the family's tokenizer; the rows of the embedding above them are padding."""
 
@@ -149,7 +151,7 @@ class PrefilledModel(Qwen3_5Model):
         super().allocate(num_rows=num_rows, num_pages=num_pages, rings=rings)
         generator = torch.Generator(self.device).manual_seed(0)
         for tensor in self.pools.tensors():
-            tensor.normal_(0.0, 1.0, generator=generator)
+            _fill(tensor, generator)
         self.pools["ssm_LRVDK"].mul_(STATE_SCALE)
         self.pools["ssm_LRVDK"][:, ZERO_ROW] = 0
         self.pools["conv_LR3C"][:, ZERO_ROW] = 0
@@ -196,9 +198,22 @@ class PrefilledModel(Qwen3_5Model):
         return trunk, mtp
 
 
-def spec_of(name: str, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK) -> ModelSpec:
+def _fill(tensor: Tensor, generator: torch.Generator) -> None:
+    """Random numbers of about 1; of keys and values in FP8 any codes but NaN, with one exponent for all."""
+    if tensor.dtype == FP8:
+        codes = tensor.view(torch.uint8)
+        codes.random_(0, 256, generator=generator).bitwise_and_(0xFE)
+    elif tensor.dtype == torch.int8:
+        tensor.fill_(-8)
+    else:
+        tensor.normal_(0.0, 1.0, generator=generator)
+
+
+def spec_of(
+    name: str, config: TextConfig, dtype: torch.dtype, rank: Rank = SINGLE_RANK, *, fp8_pages: bool = False
+) -> ModelSpec:
     """A spec without stop ids, which random weights would generate at times. Rows and pages have a rank's bytes."""
-    forms = state_forms(rank_config(config, rank), dtype)
+    forms = state_forms(rank_config(config, rank), dtype, fp8_pages=fp8_pages)
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
@@ -220,12 +235,15 @@ def make_model(
     device: torch.device,
     dtype: torch.dtype,
     fp8_drafts: bool | None = None,
+    fp8_pages: bool = False,
     rank: Rank = SINGLE_RANK,
     group: Group | None = None,
 ) -> PrefilledModel:
-    """Make a rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default."""
+    """Make a rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default.
+    fp8_pages: keys and values are in 8 bits."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=rank)
-    spec = spec_of(name, config, dtype, rank)
-    return PrefilledModel(rank_config(config, rank), spec, parameters, fp8_drafts=fp8_drafts, group=group)
+    spec = spec_of(name, config, dtype, rank, fp8_pages=fp8_pages)
+    precision = {"fp8_drafts": fp8_drafts, "fp8_pages": fp8_pages}
+    return PrefilledModel(rank_config(config, rank), spec, parameters, **precision, group=group)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from agentspec.kernels import SCALE_BLOCK
+from agentspec.models.attention import attention_form
 from agentspec.models.fp8_drafts import quantize_mtp_layer
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.outline import parameters_of
@@ -68,6 +69,7 @@ def step_bytes(
     draft_vocab: int,
     experts: Experts | None = None,
     fp8_drafts: bool = False,
+    fp8_pages: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     num_copies: int = 0,
     ring_emitted: float | None = None,
@@ -79,6 +81,7 @@ def step_bytes(
         draft_vocab: tokens that drafts are chosen from.
         experts: of a model with a mixture, and of no other.
         fp8_drafts: the MTP layer and the draft head are in 8 bits, whatever the checkpoint has.
+        fp8_pages: keys and values are in 8 bits.
         num_copies: columns behind the MTP drafts'.
         ring_emitted: tokens that a step emits, where slots have rings; None: they have none.
     """
@@ -91,8 +94,9 @@ def step_bytes(
     if config.moe is not None and experts is not None:
         chosen = routed_bytes(trunk) * experts.trunk / config.moe.num_experts
         draft += round(routed_bytes(mtp) * experts.draft / config.moe.num_experts)
-    token_bytes = page_bytes(state_forms(config, dtype)) // BLOCK_TOKENS
-    mtp_token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize if config.has_mtp else 0
+    token_bytes = page_bytes(state_forms(config, dtype, fp8_pages=fp8_pages)) // BLOCK_TOKENS
+    layer_bytes = page_bytes([attention_form(config, dtype, fp8=fp8_pages)]) // BLOCK_TOKENS
+    mtp_token_bytes = layer_bytes if config.has_mtp else 0
     head_row = config.hidden_size * dtype.itemsize
     return StepBytes(
         weights=weights,

@@ -91,6 +91,9 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
         page_bytes(state_forms(config, torch.bfloat16)) // 64 + mtp_layers_more * 2 * 4 * 256 * 2
     )
     assert step.total == step.weights + step.head + step.mtp + step.draft_head + step.state + step.kv
+    fp8 = step_bytes(config, batch=8, num_drafted=3, context=1000, draft_vocab=32_768, fp8_pages=True)
+    assert fp8.total - fp8.kv == step.total - step.kv
+    assert fp8.kv == step.kv // 2 * (256 + 1) // 256, "a byte for each head"
 
 
 # The forced schedule and the engine that follows it

@@ -69,10 +69,10 @@ def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at
 
 @torch.inference_mode()
 def run_steps(
-    checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, fp8_drafts: bool = False
+    checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, **fp8: bool
 ) -> list[list[int]]:
-    """Run the steps and return the tokens that every request emitted."""
-    model = load_model(checkpoint, device=device, dtype=dtype, fp8_drafts=fp8_drafts)
+    """Run the steps and return the tokens that every request emitted. fp8: arguments of `load_model`."""
+    model = load_model(checkpoint, device=device, dtype=dtype, **fp8)
     model.limit_drafts(range(model.spec.num_real_tokens))
     driver = StepDriver(model, max_running=2, max_draft_tokens=NUM_DRAFTS, device=device)
     poison(model)
@@ -98,10 +98,10 @@ def run_steps(
     return [running.emitted for running in (sampled, first, second)]
 
 
-def check_steps(checkpoint: Path, device: torch.device, *, graphs: bool) -> list[list[int]]:
+def check_steps(checkpoint: Path, device: torch.device, *, graphs: bool, **fp8: bool) -> list[list[int]]:
     """Check the tokens of every request in float32 against the CPU's, and return them."""
-    expected = run_steps(checkpoint, torch.device("cpu"), torch.float32, graphs=False)
-    found = run_steps(checkpoint, device, torch.float32, graphs=graphs)
+    expected = run_steps(checkpoint, torch.device("cpu"), torch.float32, graphs=False, **fp8)
+    found = run_steps(checkpoint, device, torch.float32, graphs=graphs, **fp8)
     assert found == expected, f"on the device {found}, on the CPU {expected}"
     return found
 
@@ -135,12 +135,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_agreeing_checkpoint(Path(folder), num_hidden_layers=2, full_attention_interval=2)
         found = check_steps(checkpoint, cuda, graphs=graphs)
+        found += check_steps(checkpoint, cuda, graphs=graphs, fp8_pages=True)
         num_tokens = sum(map(len, run_steps(checkpoint, cuda, torch.bfloat16, graphs=graphs)))
         if arguments.large_heads:
             large = write_agreeing_checkpoint(
                 Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128
             )
             num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs)))
+            num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs, fp8_pages=True)))
         if arguments.experts:
             shape = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16, "num_experts_per_tok": 4}
             plain = write_agreeing_checkpoint(Path(folder) / "experts", "moe", **shape)

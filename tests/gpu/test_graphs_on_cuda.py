@@ -42,6 +42,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda directory: write_agreeing_checkpoint(directory, **SMALL),
     "experts": lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL),
     "experts in FP8": lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL),
+    "FP8 pages": lambda directory: write_agreeing_checkpoint(directory, **SMALL),
     "4 bits": lambda directory: write_agreeing_four_bit_checkpoint(directory, **SMALL),
 }
 
@@ -57,6 +58,8 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
         ("experts", torch.bfloat16, 4),
         ("experts in FP8", torch.bfloat16, 5),
         ("4 bits", torch.bfloat16, 6),
+        ("FP8 pages", torch.bfloat16, 7),
+        ("FP8 pages", torch.float32, 8),
     ],
     ids=str,
 )
@@ -69,7 +72,8 @@ def test_replayed_step_is_bitwise_equal_to_eager_step(
     checkpoint = CHECKPOINTS[kind](tmp_path)
 
     def make_model() -> Qwen3_5Model:
-        model = load_model(checkpoint, device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32)
+        fp8 = {"fp8_drafts": dtype != torch.float32, "fp8_pages": kind == "FP8 pages"}
+        model = load_model(checkpoint, device=cuda, dtype=dtype, **fp8)
         model.limit_drafts(range(model.spec.num_real_tokens))
         return model
 

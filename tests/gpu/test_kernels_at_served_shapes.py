@@ -78,7 +78,19 @@ def test_attention_of_tiny_agent_matches_reference(window: str, cuda: torch.devi
     attention_checks.check_step(cuda, Case(**TINY, **WINDOWS[window], seed=len(window)))
 
 
-@pytest.mark.parametrize("shape", [PUBLISHED | HEADS["4B"], TINY], ids=["4B", "tiny-agent"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", [PUBLISHED | HEADS["27B"], TINY], ids=["27B", "tiny-agent"])
+def test_attention_over_fp8_pages_matches_reference(shape: dict[str, Any], window: str, cuda: torch.device) -> None:
+    case = Case(**shape, **WINDOWS[window], fp8=True, seed=len(window))
+    attention_checks.check_step(cuda, case)
+    attention_checks.check_same_bits(cuda, case)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [PUBLISHED | HEADS["4B"], PUBLISHED | HEADS["4B"] | {"fp8": True}, TINY],
+    ids=["4B", "4B, FP8 pages", "tiny-agent"],
+)
 def test_attention_over_long_context_matches_reference(shape: dict[str, Any], cuda: torch.device) -> None:
     case = Case(**shape, **LONG, seed=1)
     attention_checks.check_step(cuda, case)
