@@ -247,8 +247,13 @@ def refuse_ranks(config: EngineConfig) -> None:
 
 def refuse_fp8_pages(config: EngineConfig) -> None:
     """Raise ConfigError for keys and values in FP8 on a GPU."""
-    if config.kv_dtype == "fp8":
-        raise ConfigError("kv_dtype", config.kv_dtype, "its kernels have run in Triton's interpreter only so far")
+    if (reason := why_pages_cpu_only(config)) is not None:
+        raise ConfigError("kv_dtype", config.kv_dtype, reason)
+
+
+def why_pages_cpu_only(config: EngineConfig) -> str | None:
+    """Why no GPU takes the settings' keys and values; None: GPUs do."""
+    return "keys and values in FP8 run on the CPU reference only so far" if config.kv_dtype == "fp8" else None
 
 
 def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:
