@@ -12,7 +12,7 @@ import torch
 from agentspec.cache.host_tier import CopyOrder, CopyOrders, HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
-from agentspec.engine.settings import device_of, pages_in_fp8
+from agentspec.engine.settings import pages_in_fp8
 from agentspec.errors import ConfigError
 from agentspec.models.registry import model_spec, resolved_config
 from agentspec.runtime.host_copies import HostCopies
@@ -89,10 +89,3 @@ def test_bf16_is_what_bfloat16_activations_have_anyway() -> None:
     assert not pages_in_fp8(EngineConfig(kv_dtype="bf16"), torch.bfloat16)
     assert not pages_in_fp8(EngineConfig(), torch.bfloat16)
     assert pages_in_fp8(EngineConfig(kv_dtype="fp8"), torch.float32)
-
-
-def test_a_gpu_refuses_fp8_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="kv_dtype='fp8'"):
-        device_of(EngineConfig(kv_dtype="fp8"))
-    assert device_of(EngineConfig(kv_dtype="fp8", device="cpu")) == CPU

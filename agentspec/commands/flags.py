@@ -226,8 +226,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=get_args(KvDtype),
         default="auto",
-        help="keys and values: as computed (auto; bf16 says so), or in 8 bits, which takes half of the memory (fp8; on "
-        "a CPU only so far)",
+        help="keys and values: as computed (auto; bf16 says so), or in 8 bits, which takes half of the memory (fp8)",
     )
     _add_number(
         group,

@@ -12,7 +12,7 @@ from agentspec.commands.tables import aligned
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.fit import GPU, CardPlan, Needs, what_would_fit
-from agentspec.engine.settings import dtype_of, refuse_ranks, why_pages_cpu_only
+from agentspec.engine.settings import dtype_of, refuse_ranks
 from agentspec.errors import ConfigError
 from agentspec.models.registry import why_cpu_only
 from agentspec.models.stored import place
@@ -62,9 +62,8 @@ def _of_model(needs: Needs, *, has_weights: bool) -> Iterator[str]:
     if not has_weights:
         dtype = str(dtype_of(needs.config, GPU)).removeprefix("torch.")
         yield f"note: there are no weights: sizes are by config.json, in {dtype} where it names no other form"
-    for reason in (why_cpu_only(needs.text), why_pages_cpu_only(needs.config)):
-        if reason is not None:
-            yield f"note: {reason}"
+    if (reason := why_cpu_only(needs.text)) is not None:
+        yield f"note: {reason}"
     num_rows, ring_bytes = needs.state_per_slot
     a_token, a_ring = _size(spec.page_bytes / spec.block_tokens), f" and a ring of {_size(ring_bytes)}"
     state = [

@@ -30,7 +30,6 @@ from agentspec.engine.settings import (
     free_bytes,
     limited,
     pages_in_fp8,
-    refuse_fp8_pages,
     refuse_weights,
 )
 from agentspec.errors import AgentspecError, ConfigError
@@ -197,7 +196,6 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
 
     max_pages: of a sequence; None: memory holds the whole context. Raises as `assemble` does."""
     device = torch.device("cuda")
-    refuse_fp8_pages(config)
     dtype = dtype_of(config, device)
     fp8_pages = pages_in_fp8(config, dtype)
     text_config = resolved_config(model_dir, random_weights=config.random_weights)

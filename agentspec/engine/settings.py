@@ -235,7 +235,6 @@ def device_of(config: EngineConfig) -> torch.device:
         raise ConfigError("device", "cuda", "no CUDA device is available")
     if available and config.device != "cpu":
         refuse_ranks(config)
-        refuse_fp8_pages(config)
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
@@ -243,17 +242,6 @@ def refuse_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for several ranks on GPUs."""
     if config.tensor_parallel > 1:
         raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
-
-
-def refuse_fp8_pages(config: EngineConfig) -> None:
-    """Raise ConfigError for keys and values in FP8 on a GPU."""
-    if (reason := why_pages_cpu_only(config)) is not None:
-        raise ConfigError("kv_dtype", config.kv_dtype, reason)
-
-
-def why_pages_cpu_only(config: EngineConfig) -> str | None:
-    """Why no GPU takes the settings' keys and values; None: GPUs do."""
-    return "keys and values in FP8 run on the CPU reference only so far" if config.kv_dtype == "fp8" else None
 
 
 def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:

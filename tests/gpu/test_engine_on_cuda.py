@@ -26,6 +26,7 @@ from tests.properties.real_model import (
     alone,
     assemble_engine,
     load,
+    load_with_fp8_pages,
     write_agreeing_checkpoint,
 )
 from tests.properties.test_constrained_streams import real_submits, run_submits
@@ -57,6 +58,16 @@ def test_sampled_streams_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
     simulation = Simulation(EngineSetup(seed=4), checkpoint, num_agents=5, sampled=True, device=cuda)
     simulation.run()
     reference = alone(checkpoint)
+    for turn in simulation.turns:
+        assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
+
+
+def test_streams_over_fp8_pages_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
+    setup = EngineSetup(seed=6, max_draft_tokens=3, prefill_budget=99)
+    simulation = Simulation(setup, checkpoint, num_agents=5, device=cuda, loader=load_with_fp8_pages)
+    simulation.run()
+    reference = alone(checkpoint, loader=load_with_fp8_pages)
     for turn in simulation.turns:
         assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
 
