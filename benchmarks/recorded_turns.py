@@ -13,7 +13,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,7 @@ from agentspec.wire import FinishEvent, Submit
 from benchmarks.copies_offline import Matches
 from benchmarks.decode_checks import CheckFailedError
 from benchmarks.published import PrefilledModel
-from benchmarks.running_engine import GREEDY, Case, memory_for
+from benchmarks.running_engine import GREEDY, Case, kernels_ahead, memory_for
 
 WARM_UP = 20
 """Steps of an engine that are not timed."""
@@ -223,8 +224,11 @@ def play(
     *,
     rates: Sequence[float],
     time_is_up: Callable[[], bool],
+    widest: Case | None = None,
 ) -> Played:
     """Decode all turns in order, case.batch at a time. case.context: of the longest turn. rates: of the MTP drafts.
+    widest: compile the kernels of an engine for this case in parallel first; None: they are compiled at their first
+    launch.
 
     Raises CheckFailedError if an answer isn't the recorded one."""
     began = time.perf_counter()
@@ -238,7 +242,15 @@ def play(
         force_acceptance=tuple(rates),
         allow_forced_output=True,
     )
-    loop = build(model, config=config, memory=memory, device=device).loop
+    with ExitStack() as stack:
+        ahead = None
+        if widest is not None:
+            compiled = replace(
+                config, copy_drafts=widest.copies, max_running=widest.batch, state_form=widest.state_form
+            )
+            ahead = stack.enter_context(kernels_ahead(case.model, compiled, device))
+        # Prompts are not computed. So windows that ride in their passes save nothing, and their graphs would cost time.
+        loop = build(model, config=config, memory=memory, device=device, ahead=ahead, most_riders=0).loop
     recorder = Recorder(loop.executor, turns, num_users=case.batch)
     loop.executor = recorder
     start_seconds = time.perf_counter() - began

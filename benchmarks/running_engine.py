@@ -174,14 +174,14 @@ class RecordedDepth(AdaptiveWindow):
 
 
 @contextmanager
-def _kernels_ahead(case: Case, config: EngineConfig, device: torch.device) -> Iterator[KernelsAhead | None]:
+def kernels_ahead(name: str, config: EngineConfig, device: torch.device) -> Iterator[KernelsAhead | None]:
     """The engine's kernels, compiled in parallel as at the start of a server. None on a CPU, and for models that are
     not published ones."""
-    if device.type != "cuda" or case.model not in CONFIG_FILES:
+    if device.type != "cuda" or name not in CONFIG_FILES:
         yield None
         return
     with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(CONFIG_FILES[case.model]))
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIG_FILES[name]))
         named = replace(config, model=directory, random_weights=True)
         job = KernelJob(config=named, model_dir=directory, machine=machine_of(device))
         with KernelsAhead(job, no_progress) as ahead:
@@ -208,7 +208,7 @@ class RunningEngine:
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
-        with _kernels_ahead(case, config, device) as ahead:
+        with kernels_ahead(case.model, config, device) as ahead:
             parts = build(model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead)
         self.graphs = parts.graphs
         """A description of the captured graphs."""
