@@ -209,7 +209,10 @@ class RunningEngine:
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
         with kernels_ahead(case.model, config, device) as ahead:
-            parts = build(model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead)
+            # No prompt is computed while steps are timed, so graphs of windows that ride in one would cost time only.
+            parts = build(
+                model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead, most_riders=0
+            )
         self.graphs = parts.graphs
         """A description of the captured graphs."""
         self._case = case
