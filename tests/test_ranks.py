@@ -204,11 +204,14 @@ async def collect(made: AsyncEngine, name: str, started: Callable[[], object]) -
     return end
 
 
-def ends_after(options: RankOptions, harm: Callable[[list[int]], object] | None, *, expected: str) -> None:
+def ends_after(
+    options: RankOptions, harm: Callable[[list[int]], object] | None, *, expected: str, config: EngineConfig = TINY
+) -> None:
     """Run two requests, harm the ranks while they run, and check how everything ends."""
 
     async def main() -> None:
-        made = AsyncEngine(assemble(replace(TINY, tensor_parallel=2), memory=MEMORY, rank_options=options))
+        config_of_two = replace(config, tensor_parallel=2)
+        made = AsyncEngine(assemble(config_of_two, memory=MEMORY, rank_options=options))
         ids = pids(made)
         running: dict[str, bool] = {}
         async with made:
