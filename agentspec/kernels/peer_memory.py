@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -177,11 +178,13 @@ class PeerMemory:
 
     def close(self) -> None:
         """Set the abort word, and give the memory back once no kernel of this rank runs; if one still does after some
-        seconds, it is kept until the process ends. Call when no other rank uses the memory any more."""
+        seconds, or the device has failed, it is kept until the process ends. Call once, when no other rank uses the
+        memory any more."""
         self.abort.fill_(1)
-        if self.release and _is_idle(self.buffer.device):
-            for step in self.release:
-                step()
+        with suppress(RuntimeError, DriverError):
+            if self.release and _is_idle(self.buffer.device):
+                for step in self.release:
+                    step()
 
     @staticmethod
     def _of(rank: int, buffer: Tensor, addresses: Sequence[int], abort: Tensor, kept: tuple[object, ...]) -> PeerMemory:
