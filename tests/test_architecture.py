@@ -119,7 +119,13 @@ TORCH_FREE = (
 ONLY_IN = {"triton": "kernels", "flashinfer": "kernels", "xgrammar": "runtime.grammar"}
 """Optional packages, and the only place that may import each."""
 
-LATE_LOADERS = {("__init__", "__getattr__"), ("commands.cli", "_load"), ("kernels", "backend"), ("kernels", "compiler")}
+LATE_LOADERS = {
+    ("__init__", "__getattr__"),
+    ("commands.cli", "_load"),
+    ("kernels", "_exchange_group"),
+    ("kernels", "backend"),
+    ("kernels", "compiler"),
+}
 """Functions that may import a module late: commands load their dependencies, and Triton needs CUDA."""
 
 ENGINE_FLAG_FUNCTIONS = (

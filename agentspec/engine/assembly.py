@@ -267,8 +267,7 @@ def build(
     policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
     _await_kernels(ahead, settings, memory, progress)
     if ranks is not None:
-        ranks.allocate(memory)
-        progress = ranks.watched(progress)
+        progress = ranks.allocate(memory, progress)
     graphs = make_ready(executor, copies, settings, depths, progress, early=early)
     led, led_copies = (executor, copies) if ranks is None else ranks.lead(executor, copies)
     loop = new_step_loop(

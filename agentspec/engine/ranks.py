@@ -221,19 +221,17 @@ class Ranks:
         shutil.rmtree(self._meeting, ignore_errors=True)  # not sooner: the others may still read it to meet
         return memory
 
-    def allocate(self, memory: MemoryPlan) -> None:
-        """Have the other ranks allocate what `plan` has returned, and capture, as this rank does next: whatever they
-        launch must be compiled by now, or every rank compiles it."""
+    def allocate(self, memory: MemoryPlan, progress: Progress) -> Progress:
+        """Have the other ranks allocate what `plan` has returned, and capture, as this rank does next. Call when the
+        kernels are compiled, or every rank compiles them. Returns `progress`, which raises RankError from now on once a
+        rank has died or is stuck."""
         self._send_all(RankMemory(memory))
 
-    def watched(self, progress: Progress) -> Progress:
-        """`progress` that raises RankError once a rank has died or is stuck."""
-
-        def tell(stage: str, done: int, total: int) -> None:
+        def watched(stage: str, done: int, total: int) -> None:
             self.check()
             progress(stage, done, total)
 
-        return tell
+        return watched
 
     def lead(self, executor: ModelExecutor, copies: HostCopies | None) -> tuple[LedExecutor, LedCopies | None]:
         """An executor and copies of all ranks, from this rank's own. Waits until every rank is ready for plans. Raises

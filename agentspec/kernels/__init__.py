@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -125,11 +125,13 @@ def group_of(
     shares_device: several ranks are on one GPU. Raises ConfigError if the ranks' GPUs can't reach each other."""
     if device.type == "cpu":
         return GatheredGroup(process_group)
-    exchange = importlib.import_module("agentspec.kernels.triton.exchange")
-    return cast(RankGroup, exchange.ExchangeGroup.of_processes(process_group, device, overlapped=not shares_device))
+    return cast(RankGroup, _exchange_group().of_processes(process_group, device, overlapped=not shares_device))
 
 
 def group_of_launches(rank: int, count: int) -> Group:
     """A group for an outline of a rank's model, of which only the launches count (variants_of)."""
-    exchange = importlib.import_module("agentspec.kernels.triton.exchange")
-    return cast(Group, exchange.ExchangeGroup.of_launches(rank, count))
+    return cast(Group, _exchange_group().of_launches(rank, count))
+
+
+def _exchange_group() -> Any:
+    return importlib.import_module("agentspec.kernels.triton.exchange").ExchangeGroup
