@@ -44,7 +44,8 @@ class EngineConfig:
     """Keys and values in the pages. fp8: 8-bit floats with a power of two for each head of each token, in half of the
     memory of bfloat16. bf16: as computed, which needs activations in bfloat16. auto: as computed."""
     tensor_parallel: int = 1
-    """Processes (ranks) that hold the model together, each with a part of every layer."""
+    """Processes (ranks) that hold the model together, each with a part of every layer. On GPUs rank r has the GPU of
+    that number."""
     draft_tokens: int | Literal["auto"] = "auto"
     """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
     copy_drafts: int | Literal["auto"] = "auto"

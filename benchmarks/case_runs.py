@@ -17,6 +17,7 @@ import torch
 from agentspec.models.hf_config import TextConfig
 from benchmarks.published import PrefilledModel, make_model
 from benchmarks.running_engine import Case, let_go, missing_for_weights
+from benchmarks.shared_model import ALONE, SharedModel
 
 
 class DoesNotFitError(Exception):
@@ -47,10 +48,12 @@ class CaseRun(Generic[R]):
         dtype: torch.dtype = torch.bfloat16,
         fp8_drafts: bool | None = None,
         fp8_pages: bool = False,
+        shared: SharedModel = ALONE,
     ) -> None:
         """configs: by the models' names in cases. deadline: on time.perf_counter's clock; no case starts after it.
         done: told of every result that was tried. dtype: of weights. fp8_drafts, fp8_pages: as in
-        published.make_model."""
+        published.make_model. shared: the ranks that share every model, and agree on which cases they measure."""
+        self._shared = shared
         self._configs = configs
         self._device = device
         self._deadline = deadline
@@ -61,17 +64,20 @@ class CaseRun(Generic[R]):
 
     @property
     def time_is_up(self) -> bool:
-        return time.perf_counter() > self._deadline
+        return self._shared.of_first(time.perf_counter() > self._deadline) > 0
 
     def require(self, missing: int) -> None:
-        """Raises DoesNotFitError if so many bytes are missing."""
+        """Raises DoesNotFitError if so many bytes are missing on any rank."""
+        missing = int(self._shared.largest(missing))
         if missing > 0:
             raise DoesNotFitError(f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
 
     def make_room(self, name: str) -> None:
         """Free the previous model's memory. Raises DoesNotFitError if that is too little for this one's weights."""
         let_go()
-        missing = missing_for_weights(self._configs[name], self._device, fp8_drafts=self._fp8_drafts is not False)
+        missing = missing_for_weights(
+            self._configs[name], self._device, fp8_drafts=self._fp8_drafts is not False, rank=self._shared.rank
+        )
         self.require(missing)
 
     def load(self, name: str) -> PrefilledModel:
@@ -85,6 +91,7 @@ class CaseRun(Generic[R]):
             dtype=self._dtype,
             fp8_drafts=self._fp8_drafts,
             fp8_pages=self._fp8_pages,
+            shared=self._shared,
         )
         let_go(model)
         return model
@@ -104,6 +111,8 @@ class CaseRun(Generic[R]):
                 except DoesNotFitError as error:
                     result.note = str(error)
                 except torch.OutOfMemoryError as error:
+                    if self._shared.rank.count > 1:
+                        raise  # the other ranks would wait for this one
                     result.note = f"out of memory: {error}".partition("\n")[0]
                 if model is not None:
                     let_go(model)

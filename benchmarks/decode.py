@@ -6,6 +6,9 @@ work of a step. The floor of a step is its compulsory bytes (step_bytes.StepByte
 the same run. For a mixture these are the bytes of the experts that its steps chose, counted in some of the same steps,
 run eagerly. With --overlap off on, engines with and without overlap of the shared expert are measured alternately.
 
+With --tensor-parallel N, N processes on N GPUs share each model (shared_model.py); figures are the first one's, and the
+floor is that of a rank's bytes and of the sums over ranks, measured alone. Several N are measured one after the other.
+
 Checks run first; without them there are no figures. Then every case is timed. Then the same cases are traced in
 separate engines, because a profiler slows steps down. A case that doesn't fit or wasn't reached stays in the table,
 with the reason.
@@ -14,10 +17,14 @@ with the reason.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
+import json
 import platform
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,11 +39,12 @@ from benchmarks.block_checks import check_blocks, wants_block_checks
 from benchmarks.case_runs import CaseRun
 from benchmarks.decode_checks import check_graphs, check_small_model
 from benchmarks.decode_report import Report
-from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
+from benchmarks.decode_timing import Result, Steps, floor_of, num_sums, summary, time_case, trace_case
 from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
 from benchmarks.published import CONFIGS, KV_DTYPES, MANY_GPUS, PrefilledModel
 from benchmarks.running_engine import Case, let_go, missing_bytes
+from benchmarks.shared_model import ALONE, SharedModel, end, join, run_ranks, with_count
 
 CONTEXTS = (2_048, 32_768, 131_072)
 BATCHES = (1, 8, 32)
@@ -91,6 +99,7 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
             sampled=options.sampled,
             state_form=state_form,
             copies=copies,
+            ranks=options.tensor_parallel[0],
         )
         for (model, context, batch, depth), copies, state_form in itertools.product(
             itertools.product(*axes), options.copies, options.state_form
@@ -112,14 +121,24 @@ class Run(CaseRun[Result]):
         fp8_drafts: bool | None = None,
         fp8_pages: bool = False,
         overlaps: Sequence[str] = (),
+        shared: SharedModel = ALONE,
     ) -> None:
         """The rest as for CaseRun. save: called after every case. overlaps: choices to compare."""
 
         def done(result: Result) -> None:
-            save(report)
-            print(report.line(result), flush=True)
+            if shared.is_first:
+                save(report)
+                print(report.line(result), flush=True)
 
-        super().__init__(CONFIGS, device, deadline=deadline, done=done, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages)
+        super().__init__(
+            CONFIGS,
+            device,
+            deadline=deadline,
+            done=done,
+            fp8_drafts=fp8_drafts,
+            fp8_pages=fp8_pages,
+            shared=shared,
+        )
         self._report = report
         self._steps = steps
         self._overlaps = overlaps
@@ -144,6 +163,10 @@ class Run(CaseRun[Result]):
         case, config = result.case, CONFIGS[result.case.model]
         self.require(missing_bytes(case, model.spec, self._device, self._steps.total))
         result.timing = time_case(case, model, self._device, self._steps)
+        if case.ranks > 1 and case.depth != "auto":
+            num_tokens = case.batch * (case.depth + 1)
+            result.exchange_us = self._shared.exchange_us(num_tokens, config.hidden_size, self._device)
+            result.num_exchanges = num_sums(config, case.depth)
         if config.moe is not None and case.depth != "auto":
             let_go(model)
             result.experts = touched_experts(case, model, self._device)
@@ -175,7 +198,7 @@ class Run(CaseRun[Result]):
         """The first time, check the blocks that tiny-agent lacks."""
         self.make_room(name)
         config = CONFIGS[name]
-        if wants_block_checks(config) and name not in self._checked:
+        if wants_block_checks(config) and name not in self._checked and self._shared.rank.count == 1:
             self._report.checks.append(check_blocks(name, config, self._device))
         return super().load(name)
 
@@ -217,6 +240,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time"
     )
+    parser.add_argument(
+        "--tensor-parallel", nargs="+", type=int, default=[1], help="GPUs that share each model; several: in turns"
+    )
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures here, after every case")
     return parser.parse_args()
@@ -224,14 +252,72 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    if options.tensor_parallel != [1] and options.rank is None:
+        return compare_counts(options)
+    status = 1
+    try:
+        status = measure(options)
+    except BaseException:
+        if options.rank is None:
+            raise
+        traceback.print_exc()
+    if options.rank is not None:
+        end(status)
+    return status
+
+
+def compare_counts(options: argparse.Namespace) -> int:
+    """Measure with each number of GPUs in processes of their own, and print how the steps compare."""
+    if options.device != "cuda":
+        sys.exit("--tensor-parallel: the benchmark's ranks are GPUs; tests/test_ranks.py runs ranks on a CPU")
+    if "auto" in (options.k or ()):
+        sys.exit("--k auto: each rank would choose by its own clock")
+    arguments, files = sys.argv[1:], {}
+    with tempfile.TemporaryDirectory() as directory:
+        for count in options.tensor_parallel:
+            if count > torch.cuda.device_count():
+                print(f"skipped: {count} ranks need {count} GPUs, torch sees {torch.cuda.device_count()}", flush=True)
+                continue
+            files[count] = with_count(options.json or Path(directory, "decode.json"), count)
+            if count > 1:
+                print(f"checked: {check_small_model(options.device, num_ranks=count)}", flush=True)
+                torch.cuda.empty_cache()
+            given = [*arguments, "--tensor-parallel", str(count), "--json", str(files[count])]
+            run_ranks("benchmarks.decode", given, count, patience=options.max_seconds + 120)
+        step_ms = {count: step_ms_of(path) for count, path in files.items()}
+    baseline = next(iter(step_ms.values()), {})
+    for count, timings in step_ms.items():
+        for case, milliseconds in timings.items():
+            of_first = f", {milliseconds / baseline[case]:.3f} of the first's" if case in baseline else ""
+            print(f"{case}, {count} GPUs: {milliseconds:.3f} ms a step{of_first}")
+    return 0
+
+
+def step_ms_of(path: Path) -> dict[str, float]:
+    """Milliseconds a step of every measured case of a file, by the case without its number of GPUs."""
+    found = {}
+    for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
+        if result["timing"] is not None:
+            found[str(Case(**result["case"] | {"ranks": 1}))] = float(result["timing"]["step_ms"])
+    return found
+
+
+def measure(options: argparse.Namespace) -> int:
     cases = chosen_cases(options)
     if options.overlap and all(CONFIGS[case.model].moe is None for case in cases):
         sys.exit("--overlap: none of these models has experts")
     began = time.perf_counter()
-    device = torch.device(options.device)
+    (count,) = options.tensor_parallel
+    shared, device = ALONE, torch.device(options.device)
+    if options.rank is not None:
+        device = torch.device(options.device, options.rank)
+        torch.cuda.set_device(device)
+        faulthandler.dump_traceback_later(options.max_seconds + 100, exit=True)
+    if count > 1:
+        shared = join(options.rank, count, options.meeting, device)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
-    checks = [check_small_model(options.device)]
+    checks = [check_small_model(options.device)] if count == 1 else []
     print("\n".join(f"checked: {check}" for check in checks), flush=True)
     bandwidth = measure_bandwidth(device)
     report = Report(
@@ -243,7 +329,7 @@ def main() -> int:
     )
 
     def save(report: Report) -> None:
-        if options.json is not None:
+        if options.json is not None and shared.is_first:
             options.json.write_text(report.as_json(), encoding="utf-8")
 
     steps = Steps(timed=30 if options.quick else options.steps)
@@ -257,6 +343,7 @@ def main() -> int:
         fp8_drafts=DRAFT_PRECISIONS[options.draft_precision],
         fp8_pages=options.kv_dtype == "fp8",
         overlaps=overlaps if len(overlaps) > 1 else (),
+        shared=shared,
     )
     with overlapped(overlaps[0]) if len(overlaps) == 1 else nullcontext():
         run.time_all()
@@ -264,7 +351,9 @@ def main() -> int:
             run.trace_all()
     report.seconds = time.perf_counter() - began
     save(report)
-    print(report.markdown())
+    shared.meet()
+    if shared.is_first:
+        print(report.markdown())
     return 0
 
 

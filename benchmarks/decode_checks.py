@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agentspec.config import Device, EngineConfig
 from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.ranks import RankOptions
 from agentspec.runtime.request import new_request
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent
@@ -27,11 +28,11 @@ class CheckFailedError(Exception):
     """The code to be measured is wrong."""
 
 
-def check_small_model(device: Device, *, num_copies: int = 0) -> str:
+def check_small_model(device: Device, *, num_copies: int = 0, num_ranks: int = 1) -> str:
     """Compare tiny-agent's greedy float32 tokens with drafts on the device with those without drafts on the CPU. Return
     a description.
 
-    num_copies: behind the MTP drafts, in slots with rings.
+    num_copies: behind the MTP drafts, in slots with rings. num_ranks: that share the model on the device.
 
     Raises CheckFailedError at the first difference."""
     words = random.Random(0)
@@ -45,7 +46,15 @@ def check_small_model(device: Device, *, num_copies: int = 0) -> str:
     if num_copies:
         drafting = replace(drafting, state_form="ring", copy_drafts=num_copies)
         behind = f" and {num_copies} copies"
-    found, num_accepted = streams(assemble(drafting), prompts, greedy)
+    if num_ranks > 1:
+        drafting = replace(drafting, tensor_parallel=num_ranks)
+        behind += f", on {num_ranks} ranks"
+    under_test = assemble(drafting, rank_options=RankOptions(check_every=1, late_seconds=60.0))
+    try:
+        found, num_accepted = streams(under_test, prompts, greedy)
+    finally:
+        if under_test.ranks is not None:
+            under_test.close()
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours != theirs:
             place = next(place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])

@@ -72,6 +72,7 @@ class Report:
             HEADER,
             f"|{'---|' * (HEADER.count('|') - 1)}",
             *[self.line(result) for result in self.results],
+            *self._exchanges(),
             *_table(EXPERTS_HEADER, [row for result in self.results for row in self._experts(result)]),
             *_table(OVERLAP_HEADER, [row for result in self.results for row in self._overlap(result)]),
             *self._layers(),
@@ -81,6 +82,15 @@ class Report:
             " tracing makes longer.",
         ]
         return "\n".join(lines)
+
+    def _exchanges(self) -> list[str]:
+        """What the floors count for sums over ranks."""
+        return [
+            f"{result.case}: {result.num_exchanges} sums a step of {result.exchange_us:.2f} us, measured alone in a "
+            f"graph: {result.exchange_ms:.3f} ms of the floor."
+            for result in self.results
+            if result.exchange_us is not None
+        ]
 
     def _experts(self, result: Result) -> list[str]:
         """The experts that the floor counts, and their share of it."""
@@ -145,6 +155,7 @@ class Report:
 def _case_cells(result: Result) -> list[str]:
     case = result.case
     model = f"{case.model}{' sampled' * case.sampled}{' rows' * (case.state_form == 'rows')}"
+    model += f", {case.ranks} GPUs" * (case.ranks > 1)
     drafts = f"{case.depth} + {case.copies} copies" if case.copies else str(case.depth)
     return [model, f"{case.context:,}", f"{case.batch}", drafts]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.shards import Rank
 from benchmarks import trace
 from benchmarks.experts_touched import TouchedExperts
 from benchmarks.overlap import Turns
@@ -82,10 +83,20 @@ class Result:
     """For models with experts only."""
     overlap: list[Turns] = field(default_factory=list)
     """For each requested choice; the first one is the baseline."""
+    exchange_us: float | None = None
+    """Of one sum of a step's tokens over ranks, measured alone; None: a single rank holds the model."""
+    num_exchanges: int = 0
+    """Sums of a step over ranks."""
     note: str = ""
 
+    @property
+    def exchange_ms(self) -> float:
+        """Of a step's sums."""
+        return 0.0 if self.exchange_us is None else self.num_exchanges * self.exchange_us / 1e3
+
     def floor_ms(self, read_bandwidth: float) -> float | None:
-        return None if self.floor_bytes is None else self.floor_bytes.total / read_bandwidth * 1e3
+        """With several ranks, of one rank's bytes and of the sums."""
+        return None if self.floor_bytes is None else self.floor_bytes.total / read_bandwidth * 1e3 + self.exchange_ms
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -212,4 +223,10 @@ def floor_of(
         fp8_pages=fp8_pages,
         num_copies=case.copies,
         ring_emitted=case.expected_emitted if case.state_form == "ring" else None,
+        rank=Rank(0, case.ranks),
     )
+
+
+def num_sums(config: TextConfig, num_drafted: int) -> int:
+    """Sums over ranks in a decode step: two in each layer, and in the MTP layer for each draft."""
+    return 2 * (len(config.layer_types) + num_drafted)

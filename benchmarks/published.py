@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.kernels import FP8, Group, PrefillBatch
+from agentspec.kernels import FP8, PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
@@ -23,6 +23,7 @@ from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import Rings, entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
+from benchmarks.shared_model import ALONE, SharedModel
 
 KV_DTYPES = ("bf16", "fp8")
 """Of keys and values, as benchmarks take them."""
@@ -146,6 +147,9 @@ class PrefilledModel(Qwen3_5Model):
     computes_prompts: bool = False
     """Switch the real prefill on."""
 
+    shared: SharedModel = ALONE
+    """The ranks that hold the model."""
+
     def allocate(self, *, num_rows: int, num_pages: int, rings: Rings | None = None) -> None:
         self._pools = None  # free the first allocation before the second one
         super().allocate(num_rows=num_rows, num_pages=num_pages, rings=rings)
@@ -236,14 +240,15 @@ def make_model(
     dtype: torch.dtype,
     fp8_drafts: bool | None = None,
     fp8_pages: bool = False,
-    rank: Rank = SINGLE_RANK,
-    group: Group | None = None,
+    shared: SharedModel = ALONE,
 ) -> PrefilledModel:
-    """Make a rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default.
+    """Make this rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default.
     fp8_pages: keys and values are in 8 bits."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
-    parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=rank)
-    spec = spec_of(name, config, dtype, rank, fp8_pages=fp8_pages)
+    parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=shared.rank)
+    spec = spec_of(name, config, dtype, shared.rank, fp8_pages=fp8_pages)
     precision = {"fp8_drafts": fp8_drafts, "fp8_pages": fp8_pages}
-    return PrefilledModel(rank_config(config, rank), spec, parameters, **precision, group=group)
+    model = PrefilledModel(rank_config(config, shared.rank), spec, parameters, **precision, group=shared.group)
+    model.shared = shared
+    return model

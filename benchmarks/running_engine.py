@@ -21,7 +21,9 @@ import torch
 
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import build, machine_of
+from agentspec.engine.settings import Settings
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.shards import SINGLE_RANK, Rank
 from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
@@ -70,6 +72,8 @@ class Case:
     copies: int = 0
     """Columns for copies in every window. Random text repeats nothing, so they are never accepted: only their cost is
     measured."""
+    ranks: int = 1
+    """GPUs that share the model."""
 
     def __post_init__(self) -> None:
         for name, value in (("context", self.context), ("batch", self.batch)):
@@ -102,7 +106,7 @@ class Case:
         return (
             f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted "
             f"{self.emitted:g}{', sampled' * self.sampled}{', ring' * (self.state_form == 'ring')}"
-            f"{f', {self.copies} copies' * bool(self.copies)}"
+            f"{f', {self.copies} copies' * bool(self.copies)}{f', {self.ranks} GPUs' * (self.ranks > 1)}"
         )
 
 
@@ -152,12 +156,13 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
     return num_engines * (pools + graphs) + WORKSPACE_BYTES - free
 
 
-def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts: bool) -> int:
-    """Missing bytes for a bfloat16 model's weights and little else; 0 or less: they fit."""
+def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts: bool, rank: Rank = SINGLE_RANK) -> int:
+    """Missing bytes for a rank's part of a bfloat16 model's weights and little else; 0 or less: they fit."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    return sum(parameter_bytes(config, torch.bfloat16, fp8_drafts=fp8_drafts).values()) + WORKSPACE_BYTES - free
+    sizes = parameter_bytes(config, torch.bfloat16, fp8_drafts=fp8_drafts, rank=rank)
+    return sum(sizes.values()) + WORKSPACE_BYTES - free
 
 
 class RecordedDepth(AdaptiveWindow):
@@ -174,18 +179,39 @@ class RecordedDepth(AdaptiveWindow):
 
 
 @contextmanager
-def kernels_ahead(name: str, config: EngineConfig, device: torch.device) -> Iterator[KernelsAhead | None]:
+def kernels_ahead(
+    name: str, config: EngineConfig, device: torch.device, *, max_pages: int | None = None
+) -> Iterator[KernelsAhead | None]:
     """The engine's kernels, compiled in parallel as at the start of a server. None on a CPU, and for models that are
-    not published ones."""
+    not published ones. max_pages: as in KernelJob."""
     if device.type != "cuda" or name not in CONFIG_FILES:
         yield None
         return
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(CONFIG_FILES[name]))
         named = replace(config, model=directory, random_weights=True)
-        job = KernelJob(config=named, model_dir=directory, machine=machine_of(device))
+        job = KernelJob(config=named, model_dir=directory, machine=machine_of(device), max_pages=max_pages)
         with KernelsAhead(job, no_progress) as ahead:
             yield ahead
+
+
+@contextmanager
+def _kernels_of_ranks(
+    case: Case, config: EngineConfig, model: PrefilledModel, memory: MemoryPlan, device: torch.device
+) -> Iterator[KernelsAhead | None]:
+    """`kernels_ahead` of a model that several ranks may share: the first one compiles for all, before any of them
+    builds an engine."""
+    if model.shared.rank.count == 1:
+        with kernels_ahead(case.model, config, device) as ahead:
+            yield ahead
+        return
+    if model.shared.is_first:
+        max_pages = Settings.resolve(config, model.spec, device, given=memory).max_pages(memory.max_length)
+        with kernels_ahead(case.model, config, device, max_pages=max_pages) as ahead:
+            if ahead is not None:
+                ahead.wait()
+    model.shared.meet()
+    yield None
 
 
 class RunningEngine:
@@ -197,6 +223,7 @@ class RunningEngine:
         """num_steps: number of calls of `step` before any request may end. graphs: as in EngineConfig."""
         spec, drafts = model.spec, case.max_drafts
         config = EngineConfig(
+            tensor_parallel=model.shared.rank.count,
             draft_tokens=case.depth,
             state_form=case.state_form,
             copy_drafts=case.copies,
@@ -208,7 +235,7 @@ class RunningEngine:
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
-        with kernels_ahead(case.model, config, device) as ahead:
+        with _kernels_of_ranks(case, config, model, memory, device) as ahead:
             # No prompt is computed while steps are timed, so graphs of windows that ride in one would cost time only.
             parts = build(
                 model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead, most_riders=0

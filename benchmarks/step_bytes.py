@@ -18,6 +18,7 @@ from agentspec.models.hf_config import TextConfig
 from agentspec.models.outline import parameters_of
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.tensors import parameter_shapes, quantized_schemes
 from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
@@ -73,8 +74,9 @@ def step_bytes(
     dtype: torch.dtype = torch.bfloat16,
     num_copies: int = 0,
     ring_emitted: float | None = None,
+    rank: Rank = SINGLE_RANK,
 ) -> StepBytes:
-    """Count the bytes of a step. Activations are small and not counted.
+    """Count the bytes of a step on a rank. Activations are small and not counted.
 
     Args:
         context: tokens in each slot's state.
@@ -84,9 +86,11 @@ def step_bytes(
         fp8_pages: keys and values are in 8 bits.
         num_copies: columns behind the MTP drafts'.
         ring_emitted: tokens that a step emits, where slots have rings; None: they have none.
+        rank: of those that share the model.
     """
     assert (experts is None) == (config.moe is None), "a mixture's bytes need the chosen experts"
-    sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
+    sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts, rank=rank)
+    config = rank_config(config, rank)
     trunk = {name: size for name, size in sizes.items() if name.startswith(("model.layers.", "model.norm."))}
     mtp = {name: size for name, size in sizes.items() if name.startswith("mtp.")}
     weights, draft = (sum(size for name, size in part.items() if ROUTED not in name) for part in (trunk, mtp))
@@ -101,9 +105,10 @@ def step_bytes(
     return StepBytes(
         weights=weights,
         experts=round(chosen),
-        head=config.vocab_size * head_row,
+        head=config.vocab_size // rank.count * head_row,
         mtp=num_drafted * draft,
-        draft_head=num_drafted * weight_bytes((draft_vocab, config.hidden_size), dtype, fp8=fp8_drafts),
+        draft_head=num_drafted
+        * weight_bytes((-(-draft_vocab // rank.count), config.hidden_size), dtype, fp8=fp8_drafts),
         state=batch
         * (
             (num_drafted + num_copies + 2) * row_bytes(state_forms(config, dtype))
@@ -126,9 +131,11 @@ def ring_bytes(config: TextConfig, *, num_columns: int, emitted: float, dtype: t
     return round(rows + num_entries * replayed + num_columns * entry_bytes(forms))
 
 
-def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
-    """Bytes of every parameter on a GPU, by canonical name."""
-    parameters = parameters_of(config, dtype=dtype)
+def parameter_bytes(
+    config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False, rank: Rank = SINGLE_RANK
+) -> dict[str, int]:
+    """Bytes of a rank's part of every parameter on a GPU, by canonical name."""
+    parameters = parameters_of(config, dtype=dtype, rank=rank)
     if fp8_drafts:
         quantize_mtp_layer(parameters)
     return {name: parameter.nbytes for name, parameter in parameters.items()}

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import state_forms
+from agentspec.models.shards import Rank
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes
 from agentspec.types import ZERO_ROW
-from benchmarks import decode, decode_checks, trace
+from benchmarks import decode, decode_checks, decode_timing, trace
 from benchmarks.bandwidth import Bandwidth, measure_bandwidth
 from benchmarks.decode import core_cases
 from benchmarks.decode_checks import CheckFailedError, check_graphs, check_small_model
@@ -27,7 +28,9 @@ from benchmarks.decode_timing import Result, Steps, Traced, floor_of, time_case
 from benchmarks.profile_step import order_table, pointers_line, shares_table
 from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.running_engine import Case, RunningEngine, acceptance_rate, emitted_at, let_go, memory_for
-from benchmarks.step_bytes import StepBytes, step_bytes
+from benchmarks.step_bytes import Experts, StepBytes, step_bytes
+from tests.fakes import benchmark_ranks
+from tests.fakes.forks import FORKS
 from tests.models.test_published_sizes import SIZES
 
 CPU = torch.device("cpu")
@@ -361,3 +364,48 @@ def test_cases_beyond_the_time_limit_are_reported(
     monkeypatch.setattr("sys.argv", ["decode", "--device", "cpu", "--quick", "--max-seconds", "0"])
     assert decode.main() == 0
     assert capsys.readouterr().out.count("not run: the time was up") == 2
+
+
+def test_ranks_take_the_same_steps(tmp_path: Path) -> None:
+    """Each plans by itself; a step that only one of them took would hang."""
+    config = replace(TOY, num_heads=4, num_kv_heads=2, num_key_heads=2, num_value_heads=4)
+    processes = [FORKS.Process(target=benchmark_ranks.main, args=(rank, 2, config, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(timeout=100)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    (first, agreed), (second, agreed_too) = (
+        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert first == second
+    assert sum(len(tokens) for step in first for tokens in step) > 8
+    assert agreed == agreed_too == [1.0, 5.0]
+
+
+def test_ranks_share_the_bytes_of_a_step() -> None:
+    config = CONFIGS["122B-A10B-FP8"]
+    whole, half = (
+        step_bytes(
+            config,
+            batch=1,
+            num_drafted=3,
+            context=2048,
+            draft_vocab=32_768,
+            experts=Experts(trunk=30, draft=9),
+            fp8_drafts=True,
+            ring_emitted=3.39,
+            rank=Rank(0, count),
+        )
+        for count in (1, 2)
+    )
+    assert half.experts == pytest.approx(whole.experts / 2)
+    assert half.head == whole.head // 2
+    assert half.kv == whole.kv // 2
+    assert whole.total / 2 < half.total < 0.62 * whole.total, "routers, norms and mtp.fc are on every rank"
+    assert decode_timing.num_sums(config, 3) == 2 * (48 + 3)

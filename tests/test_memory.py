@@ -219,7 +219,7 @@ def test_the_refusal_at_start_names_the_form_that_would_fit(tmp_path: Path, monk
     directory = config_only(tmp_path / "m", "27B")
     tokenizer = bundled.DIRECTORY / "tokenizer.json"
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    monkeypatch.setattr(assembly, "device_of", lambda config: GPU)
+    monkeypatch.setattr(assembly, "device_of", lambda config, **_: GPU)
     monkeypatch.setattr(assembly, "free_bytes", lambda device: 47 * GIB)
     with pytest.raises(ConfigError) as refused:
         assembly.assemble(EngineConfig(model=str(directory), random_weights=True))
@@ -239,7 +239,7 @@ def test_the_refusal_at_start_names_the_form_that_would_fit(tmp_path: Path, monk
         (["--tokens", "65", "--max-context", "64"], "tokens=65: must be 1 to 64"),
         (["--max-context", "99999999"], "max_context=99999999: tiny-agent has a context of 16384 tokens"),
         (["--device", "cpu"], "device='cpu': the plan is one of a GPU; leave it out"),
-        (["--tensor-parallel", "2"], "tensor_parallel=2: several ranks run on CPUs only so far"),
+        (["--tensor-parallel", "2"], "tensor_parallel=2: the plan is one of a single GPU"),
         (["--memory", "0.000001"], "memory='9.993e-07 GiB': 1 running requests with"),
         (["--draft-vocab", "9999"], "draft_vocab=9999"),
         (["--state-form", "rows", "--draft-tokens", "9"], "draft_tokens=9"),

@@ -18,19 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from agentspec import kernels
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
+from agentspec.engine import assembly
 from agentspec.engine.assembly import Assembly, assemble
 from agentspec.engine.in_process import AsyncEngine, Engine
 from agentspec.engine.ranks import RankOptions, least
 from agentspec.engine.remote import RemoteEngine
+from agentspec.engine.settings import Settings, device_of
 from agentspec.errors import ConfigError, EngineClosedError, RankError
+from agentspec.kernels import GatheredGroup
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import FinishReason, SamplingParams
 from agentspec.wire import Event, FinishEvent, Grammar, Submit, TokensEvent
 from tests.fakes.checkpoints import Family, write_checkpoint
-from tests.fakes.ranks import FAULTY, PLANTED, PLANTED_PLAN, STRICT
+from tests.fakes.ranks import FAULTY, PLANTED, PLANTED_PLAN, RECORDED, STRICT
+from tests.fakes.replayer import Replayer
 from tests.fakes.text import write_text_assets
 
 TINY = EngineConfig(device="cpu", draft_tokens=2, max_running=3, max_context=1024, session_hold_seconds=0.0)
@@ -187,6 +194,36 @@ def test_ranks_give_the_tokens_of_one_process(name: str, tmp_path: Path) -> None
     assert answers[count] == answers[1]
 
 
+class Calls(GatheredGroup):
+    """Counts the exchanges of this rank."""
+
+    num_calls = 0
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        Calls.num_calls += 1
+        return super()._gather(mine)
+
+
+def test_ranks_capture_the_same_graphs_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every first run and every capture exchanges, also those that an idle engine does: one that only one rank did, or
+    did at another time, would hang, or add up sums of different steps."""
+    with engine(TINY, MEMORY, 1) as made:
+        expected = conversations(made, seed=4, turns=1, sessions=2)
+    monkeypatch.setenv(RECORDED, "1")
+    monkeypatch.setattr(assembly, "CudaRecorder", lambda device: Replayer())
+    monkeypatch.setattr(Settings, "why_eager", None)
+    monkeypatch.setattr(Settings, "graphs_bytes", lambda settings: 0)
+    monkeypatch.setattr(kernels, "GatheredGroup", Calls)
+    config = replace(TINY, max_running=2, draft_tokens=1, tensor_parallel=2)
+    with Engine(assembly.assemble(config, serves=True, memory=MEMORY, rank_options=FAULTY)) as made:
+        loop = parts_of(made).loop
+        at_start = Calls.num_calls
+        for _ in range(12):
+            assert loop.prepare()
+        assert conversations(made, seed=4, turns=1, sessions=2) == expected
+        assert 0 < at_start < Calls.num_calls
+
+
 # --- ends ---
 
 
@@ -204,11 +241,14 @@ async def collect(made: AsyncEngine, name: str, started: Callable[[], object]) -
     return end
 
 
-def ends_after(options: RankOptions, harm: Callable[[list[int]], object] | None, *, expected: str) -> None:
+def ends_after(
+    options: RankOptions, harm: Callable[[list[int]], object] | None, *, expected: str, config: EngineConfig = TINY
+) -> None:
     """Run two requests, harm the ranks while they run, and check how everything ends."""
 
     async def main() -> None:
-        made = AsyncEngine(assemble(replace(TINY, tensor_parallel=2), memory=MEMORY, rank_options=options))
+        config_of_two = replace(config, tensor_parallel=2)
+        made = AsyncEngine(assemble(config_of_two, memory=MEMORY, rank_options=options))
         ids = pids(made)
         running: dict[str, bool] = {}
         async with made:
@@ -358,6 +398,18 @@ def test_a_model_that_the_ranks_cannot_share_is_refused(ranks: int, reason: str)
 def test_the_number_of_ranks_is_checked(ranks: int) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel"):
         EngineConfig(tensor_parallel=ranks)
+
+
+def test_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    two, three = (EngineConfig(tensor_parallel=count) for count in (2, 3))
+    assert [str(device_of(two, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert str(device_of(EngineConfig())) == "cuda"
+    assert str(device_of(replace(three, device="cpu"), 2)) == "cpu"
+    with pytest.raises(ConfigError, match="tensor_parallel=3: every rank needs a GPU of its own, and torch sees 2"):
+        device_of(three)
+    assert [str(device_of(three, rank, shares_device=True)) for rank in range(3)] == ["cuda:0"] * 3
 
 
 def test_memory_is_what_fits_on_every_rank() -> None:

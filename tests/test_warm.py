@@ -48,6 +48,19 @@ config = EngineConfig(max_running=2, draft_tokens=1, state_form="rows")
 print(*{variant.function for variant in rehearsal(config, bundled.DIRECTORY).variants(compiler)})
 """
 
+RANKS_LISTED = """
+from agentspec.engine import bundled
+from agentspec import kernels
+from agentspec.engine.assembly import rehearsal
+from agentspec.config import EngineConfig
+compiler = kernels.compiler()
+compiler.use_machine(kernels.Machine(capability=(9, 0), num_multiprocessors=132))
+config = EngineConfig(max_running=2, draft_tokens=1, draft_vocab_size=700, tensor_parallel=2)
+for rank in range(2):
+    listed = rehearsal(config, bundled.DIRECTORY, index=rank).variants(compiler)
+    print(*sorted({v.function for v in listed if v.module == "agentspec.kernels.triton.exchange"}))
+"""
+
 
 @NO_GPU
 @pytest.mark.parametrize(
@@ -113,3 +126,11 @@ def test_rehearsal_with_rows_lists_their_kernels() -> None:
     listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert {"_gated_delta_step", "_open_window", "_commit_window"} <= set(listed)
     assert not {"_gated_delta_ring_step", "_fold_hidden"} & set(listed)
+
+
+def test_exchanges_of_ranks_are_listed() -> None:
+    """Also the one that shows the rows of a draft vocabulary."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", RANKS_LISTED]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert listed.splitlines() == ["_gather _one_shot _two_shot _winners"] * 2

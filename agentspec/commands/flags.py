@@ -232,7 +232,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         "--tensor-parallel",
         "N",
-        "processes that hold the model together, each with a part of every layer",
+        "processes that hold the model together, each with a part of every layer and on a GPU of its own",
         default=1,
         kind=int,
     )

@@ -12,7 +12,7 @@ from agentspec.commands.tables import aligned
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.fit import GPU, CardPlan, Needs, what_would_fit
-from agentspec.engine.settings import dtype_of, refuse_ranks
+from agentspec.engine.settings import dtype_of
 from agentspec.errors import ConfigError
 from agentspec.models.registry import why_cpu_only
 from agentspec.models.stored import place
@@ -39,7 +39,8 @@ def run(config: EngineConfig, card_gib: Sequence[float] | None, num_tokens: int 
             raise ConfigError("card_gib", size, f"must be above 0 and at most {MOST_CARD_GIB} GiB")
     if config.device == "cpu":
         raise ConfigError("device", config.device, "the plan is one of a GPU; leave it out")
-    refuse_ranks(config)
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "the plan is one of a single GPU; leave it out")
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model), weights=False)
     has_weights = not config.random_weights and any(model_dir.glob("*.safetensors"))
     needs = Needs.of_checkpoint(config, model_dir, has_weights=has_weights)

@@ -33,7 +33,7 @@ from agentspec.engine.settings import (
     refuse_weights,
 )
 from agentspec.errors import AgentspecError, ConfigError
-from agentspec.kernels import Machine
+from agentspec.kernels import Machine, group_of_launches
 from agentspec.models.outline import outline, weight_bytes
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model, model_spec, refuse_device, resolved_config
@@ -121,7 +121,7 @@ def assemble(
     serves: leave work that no first answer needs to `StepLoop.prepare`, and build the grammar compiler in the
     background; otherwise the first grammar waits for it. memory: as for `build`. Raises CheckpointError if the model
     can't be loaded, ConfigError if a setting doesn't fit it, RankError if a rank ends before it is ready."""
-    device = device_of(config)
+    device = device_of(config, shares_device=rank_options.shares_device)
     dtype = dtype_of(config, device)
     fp8_pages = pages_in_fp8(config, dtype)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
@@ -141,7 +141,7 @@ def assemble(
             free = free_bytes(device)
             refuse_weights(
                 config.model,
-                weight_bytes(whole, dtype=dtype),
+                weight_bytes(whole, dtype=dtype, rank=Rank(0, config.tensor_parallel)),
                 free,
                 lambda: what_would_fit(
                     Needs.of_config(config, model_spec(model_dir, whole, dtype, fp8_pages=fp8_pages), whole), free
@@ -167,7 +167,7 @@ def assemble(
             fp8_drafts=drafts_in_fp8(config, device, dtype),
             fp8_pages=fp8_pages,
             rank=SINGLE_RANK if ranks is None else ranks.rank,
-            group=None if ranks is None else ranks.join(),
+            group=None if ranks is None else ranks.join(device),
             progress=progress,
         )
         return build(
@@ -191,22 +191,27 @@ def _close_after_error(parts: Ranks | ConstraintSource, kind: type[BaseException
         parts.close()
 
 
-def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None) -> Rehearsal:
-    """What an engine with these settings will launch on a GPU. This process needs no GPU, and no weights are read.
+def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None, index: int = 0) -> Rehearsal:
+    """What a rank of an engine with these settings will launch on a GPU. This process needs no GPU, and no weights are
+    read.
 
-    max_pages: of a sequence; None: memory holds the whole context. Raises as `assemble` does."""
+    max_pages: of a sequence; None: memory holds the whole context. index: the rank's. Raises as `assemble` does."""
+    rank = Rank(index, config.tensor_parallel)
     device = torch.device("cuda")
     dtype = dtype_of(config, device)
     fp8_pages = pages_in_fp8(config, dtype)
     text_config = resolved_config(model_dir, random_weights=config.random_weights)
     refuse_device(text_config, device)
-    spec = limited(model_spec(model_dir, text_config, dtype, fp8_pages=fp8_pages), config)
+    spec = limited(model_spec(model_dir, text_config, dtype, rank, fp8_pages=fp8_pages), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
     settings = Settings.resolve(replace(config, max_running=max_running), spec, device)
 
     def make() -> StepModel:
         fp8_drafts = drafts_in_fp8(config, device, dtype)
-        model = outline(text_config, spec, dtype=dtype, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages)
+        group = None if rank.count == 1 else group_of_launches(rank.index, rank.count)
+        model = outline(
+            text_config, spec, dtype=dtype, fp8_drafts=fp8_drafts, fp8_pages=fp8_pages, rank=rank, group=group
+        )
         if settings.max_draft_tokens:
             model.limit_drafts(range(draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)))
         return model
@@ -261,6 +266,8 @@ def build(
     executor, copies = device_side(model, settings, memory, most_riders)
     policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
     _await_kernels(ahead, settings, memory, progress)
+    if ranks is not None:
+        progress = ranks.allocate(memory, progress)
     graphs = make_ready(executor, copies, settings, depths, progress, early=early)
     led, led_copies = (executor, copies) if ranks is None else ranks.lead(executor, copies)
     loop = new_step_loop(

@@ -29,7 +29,12 @@ def run(job: KernelJob, tell: Callable[[Stage | KernelReport], object]) -> None:
     tell(Stage(LISTING, 0, 0))
     compiler = kernels.compiler()
     compiler.use_machine(job.machine)
-    variants = rehearsal(job.config, Path(job.model_dir), max_pages=job.max_pages).variants(compiler)
+    # Only the last rank's heads may have fewer rows than the others', which is another variant of their kernels.
+    found: dict[kernels.Variant, None] = {}
+    for rank in sorted({0, job.config.tensor_parallel - 1}):
+        part = rehearsal(job.config, Path(job.model_dir), max_pages=job.max_pages, index=rank)
+        found |= dict.fromkeys(part.variants(compiler))
+    variants = list(found)
     missing, failures = compiler.missing(variants), []
     if missing:
         tell(Stage(COMPILING, 0, len(missing)))

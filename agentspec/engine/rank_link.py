@@ -23,6 +23,8 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     num_slots: int
     num_threads: int
     """Of torch, on a CPU: equal on all ranks, since sums depend on it."""
+    shares_device: bool
+    """See RankOptions."""
     check_every: int
     """Plans between two comparisons of outcomes."""
 

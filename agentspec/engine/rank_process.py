@@ -29,7 +29,7 @@ from agentspec.engine.link import ids_of
 from agentspec.engine.rank_link import Broken, Built, FromRank, Here, Planned, RankBuild, RankMemory, RankStart, ToRank
 from agentspec.engine.ranks import meet
 from agentspec.engine.settings import Settings, device_of, drafts_in_fp8, dtype_of, pages_in_fp8
-from agentspec.kernels import GatheredGroup
+from agentspec.kernels import RankGroup, group_of
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model
 from agentspec.models.shards import Rank
@@ -103,11 +103,14 @@ def _follow(link: _Link, memory_fd: int, load: ModelLoader, watch: Watch) -> Non
     reader = start.index - 1
     threading.Thread(target=_beat, args=(ring, reader, os.getppid()), name="agentspec-beat", daemon=True).start()
     torch.set_num_threads(start.num_threads)
+    device = device_of_rank(start)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     link.send(Here())
     model = load(start)
     build = link.receive(RankBuild)
     config = replace(start.config, max_running=build.max_running)
-    settings = Settings.resolve(config, model.spec, device_of(config), given=build.given)
+    settings = Settings.resolve(config, model.spec, device, given=build.given)
     if build.draft_ids is not None:
         model.limit_drafts(ids_of(build.draft_ids))
     link.send(Planned(settings.plan_memory(build.given)))
@@ -130,11 +133,20 @@ def _beat(ring: Ring, reader: int, parent: int) -> None:
     os._exit(0)
 
 
+def device_of_rank(start: RankStart) -> torch.device:
+    return device_of(start.config, start.index, shares_device=start.shares_device)
+
+
+def meet_leader(start: RankStart) -> RankGroup:
+    """Meet the other ranks, as Ranks.join does; blocks until all are there."""
+    process_group = meet(start.meeting, Rank(start.index, start.count))
+    return group_of(process_group, device_of_rank(start), shares_device=start.shares_device)
+
+
 def load_part(start: RankStart) -> StepModel:
     """This rank's part of the checkpoint. Meets the other ranks first."""
-    rank = Rank(start.index, start.count)
-    group = GatheredGroup(meet(start.meeting, rank))
-    config, device = start.config, device_of(start.config)
+    rank, group = Rank(start.index, start.count), meet_leader(start)
+    config, device = start.config, device_of_rank(start)
     dtype = dtype_of(config, device)
     assert start.model_dir is not None
     return load_model(

@@ -33,14 +33,14 @@ from torch import distributed
 from agentspec.config import EngineConfig
 from agentspec.engine.rank_link import Broken, Built, FromRank, Here, Planned, RankBuild, RankMemory, RankStart, ToRank
 from agentspec.errors import RankError
-from agentspec.kernels import GatheredGroup, Group
+from agentspec.kernels import Group, RankGroup, group_of
 from agentspec.models.shards import Rank
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, MemoryPlan
 from agentspec.runtime.ranks.leader import Channel, LedCopies, LedExecutor
 from agentspec.runtime.ranks.ring import Ring, pauses
-from agentspec.types import tokens
+from agentspec.types import Progress, tokens
 from agentspec.wire import FrameReader, framed
 
 logger = logging.getLogger("agentspec")
@@ -73,6 +73,8 @@ class RankOptions:
     """The same until all ranks are ready."""
     late_seconds: float = 300.0
     """A rank is stuck if it hasn't finished a step after this long, and after 50 times the longest step."""
+    shares_device: bool = False
+    """All ranks on the first GPU, where they take turns: slow, for tests. False: every rank has a GPU of its own."""
 
 
 DEFAULTS = RankOptions()
@@ -122,6 +124,7 @@ class Ranks:
         self._turn = threading.Lock()
         self._callbacks: list[Callable[[RankError], object]] = []
         self._is_started = False
+        self._group: RankGroup | None = None
         self._threads_before = torch.get_num_threads()
         num_threads = max(1, self._threads_before // self.rank.count)
         torch.set_num_threads(num_threads)
@@ -147,6 +150,7 @@ class Ranks:
                     num_slots=slots,
                     num_threads=num_threads,
                     check_every=options.check_every,
+                    shares_device=options.shares_device,
                 )
                 self._send(process, start)
             self._watcher.start()
@@ -166,14 +170,16 @@ class Ranks:
             )
         return _Process(index, process, ours, beat_at=time.monotonic())
 
-    def join(self) -> Group:
-        """Meet the other ranks; blocks until all are there. Returns the group of their sums. Raises RankError."""
+    def join(self, device: torch.device) -> Group:
+        """Meet the other ranks; blocks until all are there. device: of this rank. Returns the group of their sums.
+        Raises RankError, and ConfigError if their GPUs can't reach each other."""
         self._receive(Here)
-        found: Future[distributed.ProcessGroup] = Future()
+        found: Future[RankGroup] = Future()
 
         def attempt() -> None:
             try:
-                found.set_result(meet(os.path.join(self._meeting, "store"), self.rank))
+                process_group = meet(os.path.join(self._meeting, "store"), self.rank)
+                found.set_result(group_of(process_group, device, shares_device=self._options.shares_device))
             except Exception as error:
                 found.set_exception(error)
 
@@ -184,9 +190,12 @@ class Ranks:
             if found.done():
                 break
         try:
-            return GatheredGroup(found.result())
+            self._group = group = found.result()
         except RuntimeError as error:
             raise self.explain(error) or RankError(f"the ranks did not meet: {error}") from error
+        if self._error is not None:
+            group.abort()  # `fail` came before the group
+        return group
 
     def build(
         self,
@@ -210,8 +219,19 @@ class Ranks:
         for planned in self._receive(Planned):
             memory = least(memory, planned.memory)
         shutil.rmtree(self._meeting, ignore_errors=True)  # not sooner: the others may still read it to meet
-        self._send_all(RankMemory(memory))
         return memory
+
+    def allocate(self, memory: MemoryPlan, progress: Progress) -> Progress:
+        """Have the other ranks allocate what `plan` has returned, and capture, as this rank does next. Call when the
+        kernels are compiled, or every rank compiles them. Returns `progress`, which raises RankError from now on once a
+        rank has died or is stuck."""
+        self._send_all(RankMemory(memory))
+
+        def watched(stage: str, done: int, total: int) -> None:
+            self.check()
+            progress(stage, done, total)
+
+        return watched
 
     def lead(self, executor: ModelExecutor, copies: HostCopies | None) -> tuple[LedExecutor, LedCopies | None]:
         """An executor and copies of all ranks, from this rank's own. Waits until every rank is ready for plans. Raises
@@ -244,6 +264,7 @@ class Ranks:
                 return
             self._error = error
             callbacks, self._callbacks = self._callbacks, []
+        self._free()
         self._kill()
         self._failed.set()
         for callback in callbacks:
@@ -263,6 +284,7 @@ class Ranks:
         for process in self._processes:
             with suppress(OSError):
                 process.socket.shutdown(socket.SHUT_RDWR)  # a follower ends when it reads this
+        self._free()  # a step that only this rank has launched
         deadline = time.monotonic() + _CLOSE_SECONDS
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -272,9 +294,16 @@ class Ranks:
             self._watcher.join()
         for process in self._processes:
             process.socket.close()
+        if self._group is not None:
+            self._group.close()
         self._ring.close()
         shutil.rmtree(self._meeting, ignore_errors=True)
         torch.set_num_threads(self._threads_before)
+
+    def _free(self) -> None:
+        """End what this rank's device waits for. Its results are wrong from now on: `_error` or `_closing` is set."""
+        if self._group is not None:
+            self._group.abort()
 
     def _kill(self) -> None:
         """SIGKILL, because a stopped process ignores anything else; and wait for the end."""

@@ -166,7 +166,8 @@ class Settings:
             host_bytes = 0
         else:
             device_bytes = memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
-            host_bytes = min(int(machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES, device_bytes // 2)
+            most = min(int(machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES)
+            host_bytes = min(most // config.tensor_parallel, device_bytes // 2)  # every rank keeps its own part
         host = plan_host_memory(spec, host_bytes)
         if host is None and config.host_memory_gib:
             raise ConfigError(
@@ -229,19 +230,23 @@ def limited(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     return replace(spec, max_context=config.max_context)
 
 
-def device_of(config: EngineConfig) -> torch.device:
+def device_of(config: EngineConfig, rank: int = 0, *, shares_device: bool = False) -> torch.device:
+    """The device of a rank: the CPU, or the GPU with the rank's number. shares_device: as in RankOptions."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device", "cuda", "no CUDA device is available")
-    if available and config.device != "cpu":
-        refuse_ranks(config)
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def refuse_ranks(config: EngineConfig) -> None:
-    """Raise ConfigError for several ranks on GPUs."""
-    if config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "several ranks run on CPUs only so far")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    if config.tensor_parallel == 1:
+        return torch.device("cuda")
+    num_devices = torch.cuda.device_count()
+    if not shares_device and config.tensor_parallel > num_devices:
+        raise ConfigError(
+            "tensor_parallel",
+            config.tensor_parallel,
+            f"every rank needs a GPU of its own, and torch sees {num_devices}",
+        )
+    return torch.device("cuda", 0 if shares_device else rank)
 
 
 def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:

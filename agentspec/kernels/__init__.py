@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import distributed
 
 from agentspec.kernels import reference
 from agentspec.kernels.backend import (
@@ -33,7 +34,7 @@ from agentspec.kernels.backend import (
 )
 from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, quantize_int4, unpack
 from agentspec.kernels.four_bit_tiles import FourBitTiles, has_tiles
-from agentspec.kernels.group import GatheredGroup, Group, within
+from agentspec.kernels.group import GatheredGroup, Group, RankGroup, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
@@ -75,6 +76,7 @@ __all__ = [
     "Norm",
     "Plain",
     "PrefillBatch",
+    "RankGroup",
     "Region",
     "RingWindow",
     "RopeTable",
@@ -82,6 +84,8 @@ __all__ = [
     "Weight",
     "backend",
     "compiler",
+    "group_of",
+    "group_of_launches",
     "has_tiles",
     "mix_experts",
     "pack",
@@ -111,3 +115,23 @@ def backend(device: torch.device) -> Backend:
 def compiler() -> KernelCompiler:
     """Return the compiler of the CUDA backend's kernels. Raises ImportError if Triton is not installed."""
     return cast(KernelCompiler, importlib.import_module("agentspec.kernels.triton.compiler"))
+
+
+def group_of(
+    process_group: distributed.ProcessGroup, device: torch.device, *, shares_device: bool = False
+) -> RankGroup:
+    """The group of a rank that computes on `device`; all ranks must call this. process_group: of gloo.
+
+    shares_device: several ranks are on one GPU. Raises ConfigError if the ranks' GPUs can't reach each other."""
+    if device.type == "cpu":
+        return GatheredGroup(process_group)
+    return cast(RankGroup, _exchange_group().of_processes(process_group, device, overlapped=not shares_device))
+
+
+def group_of_launches(rank: int, count: int) -> Group:
+    """A group for an outline of a rank's model, of which only the launches count (variants_of)."""
+    return cast(Group, _exchange_group().of_launches(rank, count))
+
+
+def _exchange_group() -> Any:
+    return importlib.import_module("agentspec.kernels.triton.exchange").ExchangeGroup

@@ -51,6 +51,16 @@ class Group(Protocol):
         where scores are wanted."""
 
 
+class RankGroup(Group, Protocol):
+    """The group of a rank that is a process."""
+
+    def abort(self) -> None:
+        """Free every exchange of this rank that waits for another, now and later. Results from then on are wrong."""
+
+    def close(self) -> None:
+        """`abort`, and give memory back. Call when all other ranks have ended."""
+
+
 class GatheredGroup:
     """A Group that gathers everything through torch's process group, and defines what a Group computes. torch's own
     sums have an order that depends on their size."""
@@ -71,6 +81,12 @@ class GatheredGroup:
 
     def best(self, best_NC: Tensor) -> Tensor:
         return token_of(self.gather_columns(best_NC).amax(1))
+
+    def abort(self) -> None:
+        """Nothing: a rank that waits gets an error when another ends."""
+
+    def close(self) -> None:
+        """Nothing."""
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.contiguous()

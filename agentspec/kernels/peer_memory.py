@@ -1,16 +1,19 @@
 """Memory through which the ranks of a group exchange tensors: one buffer a rank, which every rank can write.
 
 Owns what lies where in a buffer (`ExchangeLayout`), and how the ranks learn each other's addresses (`PeerMemory`): from
-torch's symmetric memory on GPUs, from files that processes map, or from plain tensors where one process holds all
-ranks. The exchange kernels know only addresses. Shape letters: R ranks.
+the CUDA driver's handles on GPUs, from torch's symmetric memory (whose own sums a benchmark compares), from files that
+processes map, or from plain tensors where one process holds all ranks. The exchange kernels know only addresses. Shape
+letters: R ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import torch
 from torch import Tensor, distributed
 
 from agentspec.errors import ConfigError
+from agentspec.kernels import shared_device_memory
+from agentspec.kernels.shared_device_memory import HANDLE_BYTES, DriverError
 
 FLAG_LINE = 128
 """Bytes of the flags of one program: a cache line, so that no program polls what another program's peers write."""
@@ -26,6 +31,7 @@ ALIGNMENT = 128
 ABORTED_BYTES = ALIGNMENT
 """The buffer begins with the `aborted` word."""
 NUM_HALVES = 2
+_RELEASE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,11 +168,23 @@ class PeerMemory:
     """int64 [1] in host memory that the device can read. A value other than 0 frees every spin, now and later."""
     kept: tuple[object, ...] = ()
     """What the addresses belong to."""
+    release: tuple[Callable[[], object], ...] = ()
+    """What `close` does."""
 
     @property
     def aborted(self) -> Tensor:
         """int64 [1] on the device: 1 since an exchange of this rank was aborted. Results from then on are wrong."""
         return self.buffer[:8].view(torch.int64)
+
+    def close(self) -> None:
+        """Set the abort word, and give the memory back once no kernel of this rank runs; if one still does after some
+        seconds, or the device has failed, it is kept until the process ends. Call once, when no other rank uses the
+        memory any more."""
+        self.abort.fill_(1)
+        with suppress(RuntimeError, DriverError):
+            if self.release and _is_idle(self.buffer.device):
+                for step in self.release:
+                    step()
 
     @staticmethod
     def _of(rank: int, buffer: Tensor, addresses: Sequence[int], abort: Tensor, kept: tuple[object, ...]) -> PeerMemory:
@@ -196,6 +214,41 @@ class PeerMemory:
         buffers = [_mapped(directory / f"buffer-{peer}", layout.num_bytes) for peer in range(layout.ranks)]
         abort = _mapped(directory / "abort", 8).view(torch.int64)
         return cls._of(rank, buffers[rank], [buffer.data_ptr() for buffer in buffers], abort, tuple(buffers))
+
+    @classmethod
+    def of_processes(
+        cls, layout: ExchangeLayout, process_group: distributed.ProcessGroup, device: torch.device
+    ) -> PeerMemory:
+        """Memory of one process a GPU, or of processes that share one. Collective; must not run during a capture.
+
+        process_group: of gloo; it need not be known to torch. device: with its index. Raises ConfigError if a rank
+        can't reach another's memory."""
+        rank, ranks = process_group.rank(), process_group.size()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # the driver's calls need the device's context
+            _check_access(process_group, device)
+            opened: dict[int, int] = {}
+            try:
+                buffer = shared_device_memory.allocate(layout.num_bytes, device)
+                mine = torch.frombuffer(bytearray(shared_device_memory.export(buffer)), dtype=torch.uint8)
+                assert mine.shape == (HANDLE_BYTES,)
+                for peer, handle in enumerate(_gathered(process_group, mine)):
+                    if peer != rank:
+                        opened[peer] = shared_device_memory.map_exported(bytes(handle.tolist()))
+            except DriverError as error:
+                reason = f"the ranks can't map each other's memory: {error}"
+                raise ConfigError("tensor_parallel", ranks, reason) from error
+            _gathered(process_group, torch.zeros(1))  # every buffer is zero, and mapped by all
+            addresses = [opened.get(peer, buffer.data_ptr()) for peer in range(ranks)]
+            memory = cls._of(rank, buffer, addresses, _abort_word(device), ())
+        release = [partial(shared_device_memory.unmap, address) for address in opened.values()]
+        return replace(memory, release=(*release, partial(shared_device_memory.free, buffer)))
+
+    @classmethod
+    def of_launches(cls, layout: ExchangeLayout, rank: int, device: torch.device) -> PeerMemory:
+        """Of a rank whose kernels are listed, but not launched: on the device type "meta"."""
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        return cls._of(rank, buffer, [0] * layout.ranks, torch.zeros(1, dtype=torch.int64), ())
 
     @classmethod
     def of_symmetric_memory(
@@ -243,11 +296,34 @@ def _abort_word(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
+def _is_idle(device: torch.device) -> bool:
+    """Whether all kernels of the device's current context have ended, at the latest after _RELEASE_SECONDS."""
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        end = torch.cuda.Event()
+        end.record(torch.cuda.default_stream(device))
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while not end.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+    return True
+
+
+def _gathered(process_group: distributed.ProcessGroup, mine: Tensor) -> list[Tensor]:
+    """Every rank's tensor, all of one shape. Only after all ranks have called it."""
+    parts = [torch.empty_like(mine) for _ in range(process_group.size())]
+    distributed.all_gather(parts, mine, group=process_group)
+    return parts
+
+
 def _check_access(process_group: distributed.ProcessGroup, device: torch.device) -> None:
-    indices: list[int] = [0] * process_group.size()
-    distributed.all_gather_object(indices, device.index, group=process_group)
-    for rank, index in enumerate(indices):
-        if index != device.index and not torch.cuda.can_device_access_peer(device, index):
+    for rank, index in enumerate(_gathered(process_group, torch.tensor([device.index]))):
+        peer = int(index)
+        if peer != device.index and not torch.cuda.can_device_access_peer(device, peer):
             raise ConfigError(
-                "ranks", process_group.size(), f"GPU {device.index} can't reach the memory of GPU {index} (rank {rank})"
+                "tensor_parallel",
+                process_group.size(),
+                f"GPU {device.index} can't reach the memory of GPU {peer} (rank {rank})",
             )

@@ -1,7 +1,8 @@
 """Entries of rank processes for tests: `python -m tests.fakes.ranks` instead of engine/rank_process.py.
 
 A model directory `hash-chain-SEED` stands for the model of the randomised proof's setup, which every rank has as a
-whole. PLANTED names a fault of rank 1 in its plan PLANTED_PLAN.
+whole. PLANTED names a fault of rank 1 in its plan PLANTED_PLAN. With RECORDED in the environment, a rank on a CPU
+captures graphs as on a GPU: `record_on_cpu`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from agentspec.engine import assembly
 from agentspec.engine.rank_link import RankStart
 from agentspec.engine.rank_process import load_part, main
 from agentspec.engine.ranks import RankOptions, meet
+from agentspec.engine.settings import Settings
 from agentspec.models.protocol import StepModel
 from agentspec.models.shards import Rank
 from agentspec.runtime.plan import StepOutcome
 from agentspec.runtime.step_buffers import StepBuffers
+from tests.fakes.replayer import Replayer
 from tests.properties.engine_setup import EngineSetup
 
 ENTRY = ("-m", "tests.fakes.ranks")
 STRICT = RankOptions(check_every=1)
 FAULTY = RankOptions(check_every=1, entry=ENTRY)
 PLANTED, PLANTED_PLAN = "AGENTSPEC_TEST_PLANTED", 6
+RECORDED = "AGENTSPEC_TEST_RECORDED"
 _HASH_CHAIN = "hash-chain-"
 
 
@@ -44,6 +50,13 @@ def load(start: RankStart) -> StepModel:
     return setup.new_model(torch.device("cpu"))
 
 
+def record_on_cpu() -> None:
+    """Have this process capture its steps where it would on a GPU, and replay them by running them again."""
+    patch.object(assembly, "CudaRecorder", lambda device: Replayer()).start()
+    patch.object(Settings, "why_eager", None).start()
+    patch.object(Settings, "graphs_bytes", lambda settings: 0).start()
+
+
 def alter(number: int, outcome: StepOutcome) -> None:
     if number != PLANTED_PLAN:
         return
@@ -58,4 +71,6 @@ def alter(number: int, outcome: StepOutcome) -> None:
 
 
 if __name__ == "__main__":
+    if RECORDED in os.environ:
+        record_on_cpu()
     main(load, alter)

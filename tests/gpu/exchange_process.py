@@ -1,11 +1,13 @@
-"""One rank of the exchange tests on CUDA devices: `python -m tests.gpu.exchange_process SCENE RANK RANKS SEED COUNT
-DIRECTORY`. Each rank has a device of its own where there are enough; else they share the first.
+"""One rank of the exchange tests on CUDA devices: `python -m tests.gpu.exchange_process SCENE MEMORY RANK RANKS SEED
+COUNT DIRECTORY`. Each rank has a device of its own where there are enough; else they share the first. MEMORY: a class
+method of PeerMemory.
 
 Ends by os._exit: freeing symmetric memory synchronises the device, which hangs beside a peer that is gone.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -27,7 +29,7 @@ TOKENS = (1, 4, 16, 33, 256)
 PATIENCE = 60
 
 
-def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Path) -> None:
+def main(scene: str, memory: str, rank: int, ranks: int, seed: int, count: int, directory: Path) -> None:
     device = torch.device("cuda", rank if torch.cuda.device_count() >= ranks else 0)
     torch.cuda.set_device(device)
     store = distributed.FileStore(str(directory / "meeting"), ranks)  # type: ignore[attr-defined]
@@ -37,7 +39,7 @@ def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Pa
     process_group = distributed.group.WORLD
     assert process_group is not None
     layout = ExchangeLayout(ranks=ranks)
-    group = ExchangeGroup(PeerMemory.of_symmetric_memory(layout, process_group, device), layout)
+    group = ExchangeGroup(getattr(PeerMemory, memory)(layout, process_group, device), layout)
     choices = random.Random(seed)
     generator = torch.Generator(device).manual_seed(seed)
     parts = {n: [torch.randn(n, HIDDEN, device=device, generator=generator) for _ in range(ranks)] for n in TOKENS}
@@ -67,11 +69,12 @@ def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Pa
 
 
 if __name__ == "__main__":
-    scene, *numbers, path = sys.argv[1:]
+    faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
+    scene, memory, *numbers, path = sys.argv[1:]
     rank, ranks, seed, count = map(int, numbers)
     status = 0
     try:
-        main(scene, rank, ranks, seed, count, Path(path))
+        main(scene, memory, rank, ranks, seed, count, Path(path))
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -194,7 +194,7 @@ def test_abort_word_frees_a_rank_whose_peer_never_comes(cuda: torch.device) -> N
     assert all(torch.equal(ranks.residuals[0][tokens], old) for tokens, old in before.items())
 
 
-def start_processes(scene: str, count: int, directory: Path) -> list[subprocess.Popen[bytes]]:
+def start_processes(scene: str, memory: str, count: int, directory: Path) -> list[subprocess.Popen[bytes]]:
     seed = random.randrange(2**31)
     print(f"{seed=}")
     environment = os.environ | {
@@ -202,21 +202,22 @@ def start_processes(scene: str, count: int, directory: Path) -> list[subprocess.
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
-    command = [sys.executable, "-m", "tests.gpu.exchange_process", scene]
+    command = [sys.executable, "-m", "tests.gpu.exchange_process", scene, memory]
     return [
         subprocess.Popen([*command, *map(str, (rank, RANKS, seed, count, directory))], env=environment)
         for rank in range(RANKS)
     ]
 
 
+@pytest.mark.parametrize("memory", ["of_processes", "of_symmetric_memory"])
 @pytest.mark.parametrize(
     ("scene", "count", "codes"),
     [("equal", NUM_PROCESS_EXCHANGES, [0, 0]), ("killed", 20, [0, -signal.SIGKILL])],
 )
-def test_two_processes_with_symmetric_memory(
-    scene: str, count: int, codes: list[int], cuda: torch.device, tmp_path: Path
+def test_two_processes(
+    scene: str, count: int, codes: list[int], memory: str, cuda: torch.device, tmp_path: Path
 ) -> None:
-    processes = start_processes(scene, count, tmp_path)
+    processes = start_processes(scene, memory, count, tmp_path)
     try:
         assert [process.wait(PATIENCE) for process in processes] == codes
     finally:

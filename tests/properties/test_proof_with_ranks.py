@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+
 from agentspec.engine.ranks import Ranks
 from tests.fakes.ranks import FAULTY, hash_chain_dir
 from tests.properties.engine_proof import Proof
@@ -22,7 +24,7 @@ def test_two_ranks_pass_the_proof() -> None:
         print(setup)
         ranks = Ranks(setup.config(num_ranks=2), hash_chain_dir(setup), FAULTY)
         try:
-            ranks.join()
+            ranks.join(torch.device("cpu"))
             proof = Proof(setup, ranks=ranks)
             proof.run(TURNS)
             paths.update(proof.paths)

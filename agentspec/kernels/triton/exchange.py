@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, distributed
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.peer_memory import FLAG_LINE, Channel, ExchangeLayout, PeerMemory, whole_share
@@ -63,10 +63,32 @@ class ExchangeGroup:
         self.layout = layout
         self._options: LaunchOptions = launch.overlapped() if overlapped else launch.ONE_BY_ONE
 
+    @classmethod
+    def of_processes(
+        cls, process_group: distributed.ProcessGroup, device: torch.device, *, overlapped: bool = True
+    ) -> ExchangeGroup:
+        """See PeerMemory.of_processes."""
+        layout = ExchangeLayout(ranks=process_group.size())
+        return cls(PeerMemory.of_processes(layout, process_group, device), layout, overlapped=overlapped)
+
+    @classmethod
+    def of_launches(cls, rank: int, count: int) -> ExchangeGroup:
+        """See PeerMemory.of_launches."""
+        layout = ExchangeLayout(ranks=count)
+        return cls(PeerMemory.of_launches(layout, rank, torch.device("meta")), layout)
+
     @property
     def aborted(self) -> Tensor:
         """int64 [1] on the device: 1 since an exchange was aborted."""
         return self.memory.aborted
+
+    def abort(self) -> None:
+        """See kernels.RankGroup."""
+        self.memory.abort.fill_(1)
+
+    def close(self) -> None:
+        """See kernels.RankGroup."""
+        self.memory.close()
 
     def add_partial(self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None) -> tuple[Tensor, None]:
         """See kernels.Group. Both contiguous and 16-byte aligned; dtypes may differ: partial sums travel in theirs."""

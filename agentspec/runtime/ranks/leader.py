@@ -58,8 +58,10 @@ class Channel:
         self._num_plans += isinstance(message, StepPlan)
 
     def compare(self, outcome: StepOutcome) -> None:
-        """Add the leader's next outcome, and compare it with the followers' as far as they are. Raises RankError that
-        names rank, plan and slot."""
+        """Add the leader's next outcome, and compare it with the followers' as far as they are. Raises RankError: that
+        names rank, plan and slot, or if a rank has died or is stuck. Then the outcome may be wrong, since sums that
+        wait for a dead rank are left out."""
+        self._watch.check()
         self._sums.add(outcome)
         self._num_summed += 1
         if self._num_summed % self.check_every == 0:

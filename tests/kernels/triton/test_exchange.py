@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from agentspec.errors import ConfigError
-from agentspec.kernels import Group
+from agentspec.kernels import Group, shared_device_memory
 from agentspec.kernels.peer_memory import ALIGNMENT, FLAG_LINE, Channel, ExchangeLayout, PeerMemory, create_files
+from agentspec.kernels.shared_device_memory import DriverError
 from agentspec.kernels.triton.exchange import ExchangeGroup
 from agentspec.kernels.triton.launch import INTERPRETED
+from tests.fakes import mapped_device
 from tests.fakes.forks import FORKS
 from tests.kernels.triton import exchange_rank
 from tests.kernels.triton.exchange_rank import small_layout
@@ -82,6 +84,26 @@ def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path)
 def test_freed_rank_never_sets_a_flag_again(tmp_path: Path) -> None:
     with rank_processes("freed_rank_sets_no_flags", 3, tmp_path, count=0, only=1) as (process,):
         assert ended(process) == 0
+
+
+def test_processes_map_each_others_memory(tmp_path: Path) -> None:
+    """With files instead of the driver's memory."""
+    processes = [FORKS.Process(target=mapped_device.main, args=(rank, 3, tmp_path)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        assert [ended(process) for process in processes] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_memory_that_cannot_be_mapped_is_refused_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a driver")
+    with pytest.raises(DriverError, match=r"the driver's library: .*libcuda\.so\.1"):
+        shared_device_memory.map_exported(bytes(shared_device_memory.HANDLE_BYTES))
 
 
 def spans(channel: Channel) -> list[tuple[int, int]]:
