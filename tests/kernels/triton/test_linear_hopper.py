@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton import linear_hopper, linear_layers
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters
-from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.linear_plans import MEASURED_FP8, Key, Plan, plan_for
 from agentspec.kernels.weights import FP8, BlockScaled
 from tests.kernels.triton.gluon_warp_groups import WarpGroups
 
@@ -84,7 +84,7 @@ def run(plan: Plan, layer: Layer, order: Any = in_turn, seed: int = 0, **options
 
 
 SIZES = ((512, 640), (256, 256), (768, 128))
-PROGRAMS = (1, 2, 3, 7, 16)
+PROGRAMS = (1, 3, 16)
 
 
 @pytest.mark.parametrize("programs", PROGRAMS)
@@ -142,3 +142,27 @@ def test_a_tokens_bits_do_not_depend_on_others(device: torch.device) -> None:
         layer.x = x.clone()
         layer.x[:n], layer.x[n + 1 :] = 3, -3
         assert torch.equal(run(plan(256, 32, 3), layer)[n], together[n])
+
+
+def test_a_plan_for_hopper_is_used_only_where_it_can_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the next plan is, or the rule: here on a CPU, for a weight whose rows are no whole tiles, and for
+    scales of few rows."""
+    on_hopper, walk = plan(256, 32, 132, stages=5), Plan(block_o=64, block_m=64, block_k=128, stages=4, warps=4)
+    for rows, fallback in (((32, on_hopper), (64, walk)), walk), (((32, on_hopper),), None):
+        key: Key = ("linear", 512, 384)
+        monkeypatch.setitem(MEASURED_FP8, key, rows)
+        plan_for.cache_clear()
+        assert plan_for(*key, 32, 2, "fp8") == on_hopper
+        elsewhere = plan_for(*key, 32, 2, "fp8", for_hopper=False)
+        assert elsewhere is not None
+        assert not elsewhere.programs
+        assert fallback in (elsewhere, None)
+    for block_rows in (128, 8):
+        layer = Layer(32, 512, 384, 6, device, block_rows=block_rows)
+        x = layer.x.to(torch.float16 if INTERPRETED else torch.bfloat16)
+        is_supported = linear_hopper.supports(on_hopper, x, layer.weight, None)
+        assert is_supported == (not INTERPRETED and block_rows == 128)
+        error = ((linear_layers.linear(x, layer.weight).double() - layer.product).norm() / layer.product.norm()).item()
+        assert error < 6e-3, layer.note
+    monkeypatch.undo()
+    plan_for.cache_clear()
