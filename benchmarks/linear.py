@@ -30,7 +30,9 @@ from torch.nn.functional import linear as torch_linear
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton import linear_plans
+from agentspec.kernels.triton.linear_hopper import ROWS
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, Weight
 from benchmarks.bandwidth import measure_bandwidth
@@ -44,6 +46,7 @@ from benchmarks.linear_results import (
     chosen_lines,
     chosen_plans,
     describe,
+    form_lines,
     plan_file,
 )
 
@@ -167,7 +170,8 @@ def prepare(form: Form, plan: Plan) -> str:
     """In a worker: compile one candidate and run it twice on a small problem with ragged edges. Return its fault."""
     kind, fp8, has_extra = form
     # Gate and up rows of a block-scaled weight have tiles of their own, as at real shapes.
-    num_outputs = 4 * plan.block_o if fp8 and kind == "norm_swiglu" else 2 * plan.block_o + 32
+    is_whole = plan.programs or (fp8 and kind == "norm_swiglu")
+    num_outputs = 4 * plan.block_o if is_whole else 2 * plan.block_o + 32
     try:
         shape = Shape(kind, num_outputs, 6 * plan.block_k * plan.split, fp8, 48 * has_extra)
         for num_tokens in (plan.block_m // 2 + 1, plan.block_m):
@@ -240,6 +244,32 @@ def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
                     plan = first_plan(shape, block_m, tiling, split, norm_apart, sm_count)
                     if is_promising(shape, plan, sm_count):
                         yield plan
+    if shape.fp8 and num_tokens > 8:
+        yield from hopper_plans(shape, num_tokens, sm_count)
+
+
+def hopper_plans(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
+    """Plans of linear_hopper.py: for all multiprocessors, and for as many as have whole parts of tiles."""
+    block_m = next((size for size in (16, 32, 64) if size >= num_tokens), 0)
+    if not block_m or shape.kind not in ("linear", "norm_linear", "add_linear", "norm_swiglu"):
+        return
+    for block_o in (256,) if shape.kind == "norm_swiglu" or shape.num_extra else (256, 128):
+        if shape.num_outputs % block_o or shape.depth % SCALE_BLOCK:
+            continue
+        tiles = shape.num_outputs // block_o + bool(shape.num_extra)
+        stored_bytes = 2 * ROWS * block_m * (4 if shape.kind == "add_linear" else 2)
+        stages = (HOPPER_SHARED_BYTES - 1024 - stored_bytes) // (SCALE_BLOCK * (block_o + 2 * block_m))
+        for programs in {sm_count, max(1, sm_count // tiles) * tiles}:
+            if sm_count * 0.85 <= programs <= sm_count:
+                yield Plan(
+                    block_o=block_o,
+                    block_m=block_m,
+                    block_k=SCALE_BLOCK,
+                    stages=stages,
+                    warps=8,
+                    programs=programs,
+                    norm_apart=shape.kind.startswith("norm"),
+                )
 
 
 def first_plan(
@@ -414,6 +444,10 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     it is not: the next one's programs take the room that there is at once and crowd on the SMs where this one has
     fewest.
     """
+    if plan.programs:
+        yield from (replace(plan, release=release) for release in (0, 1, 4, 8, 1000))
+        yield replace(plan, stages=plan.stages - 1)
+        return
     yield replace(plan, ahead=0, running=False)
     yield replace(plan, running=False)
     yield replace(plan, ahead=2 * plan.ahead)
@@ -581,6 +615,8 @@ def main() -> None:
         if cell.seconds and (wrong := tuner.verify(cell)):
             print(f"WRONG at its real shape: {cell.shape} {cell.num_tokens} {describe(tuner.chosen(cell))}: {wrong}")
     for line in chosen_lines(tuner.cells, args.models, tuner.bandwidth):
+        print(line)
+    for line in form_lines(tuner.cells, args.models, tuner.bandwidth):
         print(line)
     for name in args.models:
         for tokens in sorted(args.tokens):

@@ -198,6 +198,9 @@ def _fields(plan: Plan) -> dict[str, int]:
 def describe(plan: Plan | None) -> str:
     if plan is None:
         return "torch"
+    if plan.programs:
+        tiling = f"{plan.programs} of {plan.block_o}x{plan.block_m} s{plan.stages} r{plan.release}"
+        return ("norm + " if plan.norm_apart else "") + tiling
     far = f" r{plan.release}" + (f" a{plan.ahead}{'r' if plan.running else ''}" if plan.ahead else "")
     return (
         ("norm + " if plan.norm_apart else "")
@@ -245,6 +248,22 @@ def chosen_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Itera
             + " | ".join(texts.get(count, "") for count in counts)
             + " |"
         )
+
+
+def form_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterator[str]:
+    """Markdown: a row a cell that both kernels were measured for; us of the best plan of each."""
+    yield "| model | layer | O x K | tokens | linear_kernels | linear_hopper | its share of read | its plan |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, layer, shape, cell in _by_layer(cells, models):
+        ranked = cell.ranked()
+        best = {form: next((plan for plan in ranked if bool(plan.programs) == form), None) for form in (False, True)}
+        if (ours := best[True]) is not None:
+            old = "" if best[False] is None else f"{cell.seconds[best[False]] * 1e6:.1f}"
+            seconds = cell.seconds[ours]
+            yield (
+                f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | {cell.num_tokens} | {old} | "
+                f"{seconds * 1e6:.1f} | {shape.weight_bytes / bandwidth / seconds:.0%} | {describe(ours)} |"
+            )
 
 
 def _by_layer(cells: Cells, models: Iterable[str]) -> Iterator[tuple[str, str, Shape, Cell]]:

@@ -22,6 +22,8 @@ from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.four_bit_layers import prompt_product, step_product, takes_step_product
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
+from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
+from agentspec.kernels.triton.linear_hopper import supports
 from agentspec.kernels.triton.linear_kernels import (
     choose_kernel,
     gate_kernel,
@@ -49,7 +51,7 @@ def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     if takes_step_product(weight_OH, x_NH):
         return step_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
-    plan = _plan("norm_linear", x_NH, weight_OH)
+    plan = _plan("norm_linear", x_NH, weight_OH, extra_EH)
     return (
         library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
         if plan is None
@@ -97,7 +99,7 @@ def draft_best(x_NH: Tensor, head_OH: Weight, ids_O: Tensor) -> Tensor:
     return launch_draft_argmax(plan, x_NH, head_OH, ids_O, ranked=True)[:, None]
 
 
-def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
+def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Plan | None:
     assert x_NH.shape[1] == weight_OH.shape[1], f"{x_NH.shape} {weight_OH.shape}"
     assert x_NH.stride(1) == 1
     if isinstance(weight_OH, FourBitTiles):
@@ -106,7 +108,11 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
         assert x_NH.dtype == weight_OH.values.dtype, f"{x_NH.dtype} {weight_OH.values.dtype}"
         assert weight_OH.values.is_contiguous()
     most = shared_bytes(x_NH.device)
-    return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most)
+    key = kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most
+    plan = plan_for(*key)
+    if plan is not None and plan.programs and not supports(plan, x_NH, weight_OH, extra_EH):
+        plan = plan_for(*key, for_hopper=False)
+    return plan
 
 
 def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
@@ -139,6 +145,10 @@ def launch_linear(
 ) -> Tensor:
     """(residual +) x W^T by a given plan, of the normed x if there is a norm. [N, O + E] in x's dtype."""
     x_NH, norm = _norm_apart(plan, x_NH, norm)
+    if plan.programs:
+        assert norm is None
+        assert isinstance(weight_OH, BlockScaled)
+        return launch_on_hopper(plan, x_NH, weight_OH, residual_NO=residual_NO, extra_EK=extra_EH)
     (num_tokens, depth), num_outputs = x_NH.shape, weight_OH.shape[0]
     num_extra = 0 if extra_EH is None else len(extra_EH)
     assert residual_NO is None or residual_NO.is_contiguous()
@@ -183,6 +193,10 @@ def launch_linear(
 def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     """silu(gate) * up of the normed x by a given plan. [N, I] in x's dtype."""
     x_NH, inner_norm = _norm_apart(plan, x_NH, norm)
+    if plan.programs:
+        assert inner_norm is None
+        assert isinstance(gate_up_2IH, BlockScaled)
+        return launch_on_hopper(plan, x_NH, gate_up_2IH, is_swiglu=True)
     (num_tokens, depth), width = x_NH.shape, gate_up_2IH.shape[0] // 2
     out = torch.empty(num_tokens, width, dtype=x_NH.dtype, device=x_NH.device)
     if num_tokens:

@@ -42,6 +42,9 @@ class Plan:
     """Run a norm before the product as a separate launch, while the first weights arrive, instead of within every
     step. For steps that are short compared with the norm's work in them, and to allow split-K. No effect without a
     norm."""
+    programs: int = 0
+    """If not 0, the product is that of linear_hopper.py, by so many programs: of tiles of 128 or 256 rows, steps of 128
+    columns, eight warps and one, and nothing of `split`, `ahead` and `running`."""
 
     @property
     def takes_pairs(self) -> bool:
@@ -158,26 +161,29 @@ def plan_for(
     element_bytes: int,
     plan_key: str = "plain",
     shared_bytes: int = HOPPER_SHARED_BYTES,
+    *,
+    for_hopper: bool = True,
 ) -> Plan | None:
     """Return the plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product for many
     tokens.
 
     element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain weight has the activations' dtype.
-    shared_bytes: of a program, at most; with less than Hopper's the pipeline has fewer stages, which changes no bit."""
-    plan = _plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key)
-    if plan is None:
-        return None
+    shared_bytes: of a program, at most; with less than Hopper's the pipeline has fewer stages, which changes no bit.
+    for_hopper: whether the kernel of plans with `programs` may be used; if not, the rule is in their place."""
+    plan = _plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, for_hopper)
+    if plan is None or plan.programs:
+        return plan
     weight_bytes = 1 if plan_key == "fp8" else element_bytes
     stage_bytes = plan.block_k * (plan.block_o * weight_bytes + plan.block_m * element_bytes)
     return replace(plan, stages=fitting_stages(plan.stages, stage_bytes, shared_bytes))
 
 
 def _plan_for(
-    kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str
+    kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str, for_hopper: bool
 ) -> Plan | None:
     measured = _MEASURED[plan_key].get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
     for most_tokens, plan in measured:
-        if num_tokens <= most_tokens:
+        if num_tokens <= most_tokens and (plan is None or for_hopper or not plan.programs):
             return plan
     if measured and kind in NO_TORCH_PRODUCT:
         return measured[-1][1]

@@ -1,0 +1,486 @@
+"""Products of 16 to 64 tokens with block-scaled weights on Hopper's matrix units, in Gluon: one launch, with a SwiGLU
+or a residual after it.
+
+Weights are stationary, as in linear_tiles.py: a tile is 128 or 256 rows of W (of SwiGLU, 128 of gate and 128 of up) by
+all tokens of a block. There is one program per multiprocessor. One of its warps fetches: weights and tokens of 128
+columns at a time, by TMA, into a ring in shared memory. Two groups of four warps have half of a tile's rows each: they
+decode weights in their registers, multiply them with the tokens in shared memory, and accumulate. So a program reads
+the tokens once for all rows of a tile, and the next steps arrive while one group decodes and the other multiplies. In
+linear_kernels.py a program has 64 rows, and at 64 tokens reads twice as many bytes of tokens as of weights.
+
+The steps of all tiles, one tile after the other, are divided evenly between the programs, so a tile may belong to
+several. Their sums are added in the order of K by the last one to arrive. Bits depend on the number of programs, which
+is the plan's, never on timing.
+
+Extra rows in 16 bits are one more tile, of 128 rows.
+
+Both factors of a product are exact, and the sum of each block of columns with one scale is multiplied by it in float32,
+as in linear_tiles.walk_scaled. Shape letters as in linear_layers.py.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from agentspec.kernels.triton.launch import (
+    INTERPRETED,
+    NUM_COUNTERS,
+    arrival_counters,
+    await_previous,
+    overlapped,
+    release_next,
+)
+from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
+
+ROWS = 64
+_ROWS = gl.constexpr(ROWS)
+"""Rows of a block: of a matrix instruction. A group of four warps has one or two blocks of a tile."""
+_COLUMNS = gl.constexpr(SCALE_BLOCK)
+"""Columns of a step, which have one scale."""
+MOST_EXTRA = 128
+"""Extra rows."""
+_REGISTERS, _FETCH_REGISTERS = 232, 40
+"""Of a thread that multiplies and of one that fetches."""
+
+_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Its name in Triton 3.9, and in earlier versions."""
+_descriptor = gl.shared_memory_descriptor
+_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+"""Likewise."""
+_barrier = tl.debug_barrier
+"""A barrier of the warps of one group."""
+_release_next = gluon.jit(release_next.fn)
+_await_previous = gluon.jit(await_previous.fn)
+
+
+def supports(plan: Plan, x_NK: Tensor, weight_OK: Weight, extra_EK: Tensor | None) -> bool:
+    """Whether the kernel can compute a product by a plan with `programs`, on this device."""
+    if INTERPRETED or x_NK.dtype != torch.bfloat16 or not isinstance(weight_OK, BlockScaled):
+        return False
+    is_whole = weight_OK.shape[0] % plan.block_o == 0 and weight_OK.shape[1] % SCALE_BLOCK == 0
+    has_blocks = weight_OK.block_rows % ROWS == 0 and weight_OK.values.is_contiguous()
+    fits = extra_EK is None or (len(extra_EK) <= MOST_EXTRA and plan.block_o == 4 * ROWS)
+    return is_whole and has_blocks and fits and machine_of(x_NK.device).capability[0] == 9
+
+
+def launch_product(
+    plan: Plan,
+    x_NK: Tensor,
+    weight_OK: BlockScaled,
+    *,
+    residual_NO: Tensor | None = None,
+    extra_EK: Tensor | None = None,
+    is_swiglu: bool = False,
+) -> Tensor:
+    """x W^T of few tokens, plus the residual, beside the extra outputs, or silu(gate) * up of [gate | up]. [N, O + E]
+    or [N, O / 2] in x's dtype."""
+    (num_tokens, depth), num_rows = x_NK.shape, weight_OK.shape[0]
+    num_extra = 0 if extra_EK is None else len(extra_EK)
+    out = torch.empty(num_tokens, num_rows // (1 + is_swiglu) + num_extra, dtype=x_NK.dtype, device=x_NK.device)
+    if num_tokens == 0:
+        return out
+    if x_NK.stride(1) != 1 or x_NK.stride(0) % 8 or x_NK.data_ptr() % 16:
+        x_NK = x_NK.clone(memory_format=torch.contiguous_format)  # TMA reads rows from multiples of 16 bytes on
+    tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
+    assert not is_swiglu or plan.block_o == 4 * ROWS
+    assert residual_NO is None or residual_NO.is_contiguous()
+    assert extra_EK is None or (extra_EK.is_contiguous() and extra_EK.dtype == torch.bfloat16)
+    assert 2 * (tiles + 1) * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
+    groups = depth // SCALE_BLOCK
+    # Every program has a step: an empty one between two of a tile would be waited for.
+    programs = min(plan.programs, (tiles + bool(num_extra)) * groups)
+    size = 2 * programs * blocks * plan.block_o * plan.block_m
+    product_kernel[(programs, blocks)](
+        out,
+        out.stride(0),
+        _blocks_of(x_NK, plan.block_m, gl.bfloat16),
+        _blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16),
+        None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
+        weight_OK.scales,
+        residual_NO,
+        torch.empty(size, dtype=torch.float32, device=x_NK.device),
+        arrival_counters(x_NK.device),
+        num_tokens,
+        num_rows // (1 + is_swiglu),
+        num_extra or None,
+        tiles,
+        groups,
+        plan.release,
+        BLOCK_ROWS=weight_OK.block_rows,
+        SWIGLU=is_swiglu,
+        BLOCKS=plan.block_o // (2 * ROWS),
+        BLOCK_M=plan.block_m,
+        STAGES=plan.stages,
+        REGISTERS=_REGISTERS,
+        FETCH_REGISTERS=_FETCH_REGISTERS,
+        num_warps=4,
+        **overlapped(),
+    )
+    return out
+
+
+def _blocks_of(values: Tensor, rows: int, dtype: gl.dtype) -> TensorDescriptor:
+    """TMA descriptor of [*, K], in blocks of `rows` rows: of tokens all columns of a step, of weights as pairs of bytes
+    likewise, of extra weights half of them."""
+    block = [rows, SCALE_BLOCK if dtype == gl.bfloat16 else SCALE_BLOCK // 2]
+    return TensorDescriptor.from_tensor(values, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+@gluon.constexpr_function
+def _mma_layout(block_m: int) -> gl.NVMMADistributedLayout:
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_m, 16])
+
+
+@gluon.constexpr_function
+def _pairs_layout() -> gl.DistributedLinearLayout:
+    """Pairs [64, 64] of adjacent columns, each in the lane that needs it as part of a left operand."""
+    registers = [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
+
+
+@gluon.jit
+def _decoded(pairs, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode pairs of 8-bit floats [64, 64], exactly, to the left operand [64, 128]. See linear_tiles.decode_e4m3."""
+    first, second = gl.inline_asm_elementwise(
+        """{ .reg .b32 pair, rebase, zero;
+        mov.b32 rebase, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
+        cvt.u32.u16 pair, $2;
+        prmt.b32 pair, pair, 0, 0x9180;
+        shl.b32 pair, pair, 4;
+        and.b32 pair, pair, 0x87F087F0;
+        fma.rn.bf16x2 pair, pair, rebase, zero;
+        mov.b32 {$0, $1}, pair; }""",
+        "=h,=h,h",
+        [pairs],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    w = gl.join(first, second).reshape((_ROWS, _COLUMNS))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _share_begin(program, units):  # type: ignore[no-untyped-def]
+    """The first of a program's steps."""
+    return units * program // gl.num_programs(0)
+
+
+@gluon.jit
+def _program_of(unit, units):  # type: ignore[no-untyped-def]
+    """The program that has a step."""
+    return ((unit + 1) * gl.num_programs(0) - 1) // units
+
+
+@gluon.jit
+def _first_row(tile, num_outputs, GROUP: gl.constexpr, BLOCK: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first row of W of one of a group's blocks in a tile."""
+    if SWIGLU:
+        return tile * (2 * _ROWS) + GROUP * _ROWS + BLOCK * num_outputs
+    return tile * (2 * BLOCKS * _ROWS) + (2 * BLOCK + GROUP) * _ROWS
+
+
+@gluon.jit
+def _copy_weights(  # type: ignore[no-untyped-def]
+    weights, extra, buffers, ready, stage, unit, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Start the copies of a step's weights: each group's blocks; of an extra tile, each group's halves of the
+    columns."""
+    tile = unit // groups
+    column = unit % groups * (_COLUMNS // 2)
+    if extra is None:  # noqa: SIM114 a condition that is known at compile time
+        for group in gl.static_range(2):
+            for block in gl.static_range(BLOCKS):
+                row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
+                _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
+    elif tile < tiles:
+        for group in gl.static_range(2):
+            for block in gl.static_range(BLOCKS):
+                row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
+                _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
+    else:
+        for group in gl.static_range(2):
+            for half in gl.static_range(2):
+                place = [group * _ROWS, 2 * column + half * (_COLUMNS // 2)]
+                _copy_block(extra, place, ready, buffers.index(4 * stage + 2 * group + half))
+
+
+@gluon.jit
+def _fetch(  # type: ignore[no-untyped-def]
+    operands, shared, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr
+):  # fmt: skip
+    """The warp that fetches. Weights of the first steps are asked for before the previous kernel has ended."""
+    x, weights, extra, num_outputs, tiles, all_tiles, groups, release = operands
+    x_buffers, weight_buffers, full, empty = shared
+    BYTES: gl.constexpr = (2 * BLOCKS * _ROWS + 2 * BLOCK_M) * _COLUMNS
+    begin = _share_begin(gl.program_id(0), all_tiles * groups)
+    count = _share_begin(gl.program_id(0) + 1, all_tiles * groups) - begin
+    token = gl.program_id(1) * BLOCK_M
+    ahead = gl.minimum(count, STAGES)
+    for turn in range(ahead):
+        ready = full.index(turn)
+        mbarrier.expect(ready, BYTES)
+        _copy_weights(
+            weights, extra, weight_buffers, ready, turn, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS
+        )
+    _await_previous(PDL)
+    for turn in range(ahead):
+        _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], full.index(turn), x_buffers.index(turn))
+    releasing = gl.maximum(count - release, ahead)
+    for turn in range(ahead, count):
+        if turn == releasing:
+            _release_next(PDL)
+        stage = turn % STAGES
+        mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+        ready = full.index(stage)
+        mbarrier.expect(ready, BYTES)
+        _copy_weights(
+            weights, extra, weight_buffers, ready, stage, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS
+        )
+        _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], ready, x_buffers.index(stage))
+
+
+@gluon.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    scales, turn, steps, shared, GROUP: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):
+    """Return (each block's sum over some steps, float32 [64, BLOCK_M], next turn). scales: pointers to each block's
+    first."""
+    x_buffers, weight_buffers, full, empty = shared
+    MMA: gl.constexpr = _mma_layout(BLOCK_M)
+    PAIRS: gl.constexpr = _pairs_layout()
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, MMA)
+    sums, next_scales = (), ()
+    for block in gl.static_range(BLOCKS):
+        sums += (zeros,)
+        next_scales += (gl.load(scales[block]),)
+    for step in range(steps):
+        stage = turn % STAGES
+        scale, products = next_scales, ()
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        x = x_buffers.index(stage).permute((1, 0))
+        # Loaded one step ahead: too small for an asynchronous copy, and too slow to wait for.
+        next_scales, further = (), gl.minimum(step + 1, steps - 1)
+        for block in gl.static_range(BLOCKS):
+            w = _decoded(weight_buffers.index(2 * BLOCKS * stage + BLOCKS * GROUP + block).load(PAIRS), MMA)
+            products += (warpgroup_mma(w, x, zeros, use_acc=False, is_async=True),)
+            next_scales += (gl.load(scales[block] + further),)
+        new_sums = ()
+        for block in gl.static_range(BLOCKS):
+            product = warpgroup_mma_wait(BLOCKS - 1 - block, deps=[products[block]])
+            if block == BLOCKS - 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            new_sums += (gl.fma(product, scale[block], sums[block]),)
+        sums = new_sums
+        turn += 1
+    return sums, turn
+
+
+@gluon.jit
+def _multiply_extra(  # type: ignore[no-untyped-def]
+    turn, steps, shared, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):
+    """Return (a group's sum over some steps of an extra tile, float32 [64, BLOCK_M], next turn)."""
+    x_buffers, weight_buffers, full, empty = shared
+    MMA: gl.constexpr = _mma_layout(BLOCK_M)
+    sums = gl.zeros([_ROWS, BLOCK_M], gl.float32, MMA)
+    for _step in range(steps):
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        for half in gl.static_range(2):
+            buffer = weight_buffers.index(4 * stage + 2 * GROUP + half)
+            w = _view(buffer, gl.bfloat16, [_ROWS, _COLUMNS // 2], weight_buffers.layout)
+            x = x_buffers.index(stage).slice(half * (_COLUMNS // 2), _COLUMNS // 2, 1)
+            sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index(stage), count=1)
+        turn += 1
+    return sums, turn
+
+
+@gluon.jit
+def _sum_parts(  # type: ignore[no-untyped-def]
+    sums, tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """Return (sums over all programs of a tile, whether this program is the last to arrive and has them).
+
+    A program that ends a tile's first part comes long after the others, so it first looks whether all are there: then
+    it need not store its own. partial_ptr: float32 [token blocks, programs, 2, 2 groups, BLOCKS, 64, BLOCK_M]: a
+    program shares at most two tiles, one that it does not begin and one that it does not end. arrivals_ptr: int32
+    [token blocks, tiles, 2 groups], all zero before; the last program resets it."""
+    MMA: gl.constexpr = _mma_layout(BLOCK_M)
+    SIZE: gl.constexpr = _ROWS * BLOCK_M
+    TILE: gl.constexpr = 2 * BLOCKS * SIZE
+    NUM: gl.constexpr = len(sums)
+    program, units = gl.program_id(0), all_tiles * groups
+    first, last = _program_of(tile * groups, units), _program_of(tile * groups + groups - 1, units)
+    has_all = first == last
+    if first != last:
+        o = gl.expand_dims(gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA)), 1)
+        m = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA)), 0)
+        parts = partial_ptr + gl.program_id(1) * gl.num_programs(0) * (2 * TILE) + GROUP * (BLOCKS * SIZE)
+        # In 64 bits, so that a lane's addresses differ by constants.
+        parts += o.to(gl.int64) * BLOCK_M + m.to(gl.int64)
+        arrivals = arrivals_ptr + (gl.program_id(1) * all_tiles + tile) * 2 + GROUP
+        has_all = gl.atomic_add(arrivals, 0, sem="acq_rel", scope="gpu") == last - first
+        if not has_all:
+            for block in gl.static_range(NUM):
+                gl.store(parts + (2 * program + begins_tile) * TILE + block * SIZE, sums[block])
+            # The barrier orders every thread's store before the one thread's release.
+            _barrier()
+            has_all = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == last - first
+        if has_all:
+            gl.store(arrivals, 0)
+            mine, sums = sums, ()
+            for block in gl.static_range(NUM):
+                total = mine[block]
+                if first != program:
+                    # .cg: L1 is not coherent with other SMs' stores.
+                    total = gl.load(parts + (2 * first + 1) * TILE + block * SIZE, cache_modifier=".cg")
+                for other in range(first + 1, last + 1):
+                    part = mine[block]
+                    if other != program:
+                        part = gl.load(parts + 2 * other * TILE + block * SIZE, cache_modifier=".cg")
+                    total += part
+                sums += (total,)
+    return sums, has_all
+
+
+@gluon.jit
+def _store_block(  # type: ignore[no-untyped-def]
+    acc, out, out_stride, residual, first_row, end_row, num_tokens, num_outputs, BLOCK_M: gl.constexpr
+):
+    """Store 64 outputs of a block of tokens, with the residual added."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    n = gl.program_id(1) * BLOCK_M + gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    o = first_row + gl.expand_dims(gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    is_real = (n < num_tokens) & (o < end_row)
+    if residual is not None:
+        y = gl.convert_layout(acc, LAYOUT)
+        y += gl.load(residual + n * num_outputs + o, mask=is_real, other=0.0).to(gl.float32)
+        gl.store(out + n * out_stride + o, y.to(out.dtype.element_ty), mask=is_real)
+    else:
+        y = gl.convert_layout(acc.to(out.dtype.element_ty), LAYOUT)
+        gl.store(out + n * out_stride + o, y, mask=is_real)
+
+
+@gluon.jit
+def _compute_tile(  # type: ignore[no-untyped-def]
+    operands, shared, unit, stop, turn, GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Compute some steps of a tile, and store it where it is complete. Return the next turn."""
+    out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups = operands
+    tile = unit // groups
+    column = unit - tile * groups
+    scale_at = ()
+    for block in gl.static_range(BLOCKS):
+        row = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS)
+        scale_at += (scales + row // BLOCK_ROWS * groups + column,)
+    sums, turn = _multiply(scale_at, turn, stop - unit, shared, GROUP, BLOCKS, BLOCK_M, STAGES)
+    begins_tile = (column == 0).to(gl.int32)
+    sums, has_all = _sum_parts(
+        sums, tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP, BLOCKS, BLOCK_M
+    )
+    if has_all:
+        if SWIGLU:
+            row = _first_row(tile, num_outputs, GROUP, 0, SWIGLU, BLOCKS)
+            y = sums[0] / (1.0 + gl.exp(-sums[0])) * sums[1]
+            _store_block(y, out, out_stride, None, row, num_outputs, num_tokens, num_outputs, BLOCK_M)
+        else:
+            for block in gl.static_range(BLOCKS):
+                row = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS)
+                _store_block(sums[block], out, out_stride, residual, row, num_outputs, num_tokens, num_outputs, BLOCK_M)
+    return turn
+
+
+@gluon.jit
+def _compute_extra(  # type: ignore[no-untyped-def]
+    operands, shared, unit, stop, turn, num_extra, GROUP: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr
+):  # fmt: skip
+    """`_compute_tile` of the extra tile."""
+    out, out_stride, _scales, _residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups = (
+        operands
+    )
+    tile = unit // groups
+    sums, turn = _multiply_extra(turn, stop - unit, shared, GROUP, BLOCK_M, STAGES)
+    begins_tile = (unit == tile * groups).to(gl.int32)
+    sums, has_all = _sum_parts(
+        (sums,), tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP, BLOCKS, BLOCK_M
+    )
+    if has_all:
+        row = num_outputs + GROUP * _ROWS
+        _store_block(sums[0], out, out_stride, None, row, num_outputs + num_extra, num_tokens, num_outputs, BLOCK_M)
+    return turn
+
+
+@gluon.jit
+def _compute(  # type: ignore[no-untyped-def]
+    operands, num_extra, shared, GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr,
+    BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """One of the two groups of warps that multiply."""
+    all_tiles, groups = operands[8], operands[9]
+    units = all_tiles * groups
+    unit, end = _share_begin(gl.program_id(0), units), _share_begin(gl.program_id(0) + 1, units)
+    turn = unit * 0
+    _await_previous(PDL)
+    while unit < end:
+        tile = unit // groups
+        stop = gl.minimum(end, (tile + 1) * groups)
+        if num_extra is None:  # noqa: SIM114 as in _copy_weights
+            turn = _compute_tile(operands, shared, unit, stop, turn, GROUP, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES)
+        elif tile < all_tiles - 1:
+            turn = _compute_tile(operands, shared, unit, stop, turn, GROUP, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES)
+        else:
+            turn = _compute_extra(operands, shared, unit, stop, turn, num_extra, GROUP, BLOCKS, BLOCK_M, STAGES)
+        unit = stop
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "release"])
+def product_kernel(  # type: ignore[no-untyped-def]
+    out, out_stride, x, weights, extra, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, num_extra,
+    tiles, groups, release, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, FETCH_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr
+):  # fmt: skip
+    """num_outputs: of SwiGLU, those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before
+    the last one is asked for, at which the next kernel may start. BLOCKS: of rows, of a group of warps."""
+    x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, _COLUMNS], x.layout)
+    weight_buffers = gl.allocate_shared_memory(gl.uint16, [2 * BLOCKS * STAGES, _ROWS, _COLUMNS // 2], weights.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    shared = (x_buffers, weight_buffers, full, empty)
+    all_tiles = tiles if extra is None else tiles + 1
+    operands = (
+        out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups
+    )  # fmt: skip
+    fetched = (x, weights, extra, num_outputs, tiles, all_tiles, groups, release)
+    gl.warp_specialize(
+        [
+            (_compute, (operands, num_extra, shared, 0, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+            (_compute, (operands, num_extra, shared, 1, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+            (_fetch, (fetched, shared, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+        ],
+        [4, 1],
+        [REGISTERS, FETCH_REGISTERS],
+    )

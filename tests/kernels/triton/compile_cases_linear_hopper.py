@@ -1,0 +1,81 @@
+"""The products of linear_hopper.py at the shapes of a 27B with block-scaled weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+
+from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton.linear_hopper import ROWS
+from benchmarks.linear import hopper_plans
+from benchmarks.linear_results import MODELS
+from tests.kernels.triton.compile_case import CompileCase
+
+NUM_MULTIPROCESSORS = 132
+_NAMES = {gl.bfloat16: "bf16", gl.uint16: "u16"}
+
+
+def _blocks(rows: int, columns: int, dtype: Any) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return f"tensordesc<{_NAMES[dtype]}[{rows},{columns}],{layout!r}>"
+
+
+def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
+    """A case for each height of a tile."""
+    shape = MODELS["27B-FP8"].shapes()[name]
+    plans = {plan.block_o: plan for plan in hopper_plans(shape, num_tokens, NUM_MULTIPROCESSORS)}
+    cases = []
+    for plan in plans.values():
+        signature = {
+            "out": "*bf16",
+            "x": _blocks(plan.block_m, 128, gl.bfloat16),
+            "weights": _blocks(ROWS, 64, gl.uint16),
+            "scales": "*fp32",
+            "partial_ptr": "*fp32",
+            "arrivals_ptr": "*i32",
+        }
+        signature |= dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "release"), "i32")
+        constexprs: dict[str, Any] = {
+            "BLOCK_ROWS": 128,
+            "SWIGLU": shape.kind == "norm_swiglu",
+            "BLOCKS": plan.block_o // (2 * ROWS),
+            "BLOCK_M": plan.block_m,
+            "STAGES": plan.stages,
+            "REGISTERS": linear_hopper._REGISTERS,
+            "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
+        }
+        if shape.kind == "add_linear":
+            signature["residual"] = "*bf16"
+        else:
+            constexprs["residual"] = None
+        if shape.num_extra:
+            signature |= {"extra": _blocks(ROWS, 64, gl.uint16), "num_extra": "i32"}
+        else:
+            constexprs |= {"extra": None, "num_extra": None}
+        cases.append(
+            CompileCase(
+                name=f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}",
+                kernel=linear_hopper.product_kernel,
+                signature=signature,
+                constexprs=constexprs,
+                multiples_of_16=("out_stride", "num_outputs"),
+                stack_bytes=stack_bytes,
+                instructions=("wgmma.mma_async", "cp.async.bulk.tensor", "prmt.b32 pair"),
+            )
+        )
+    return cases
+
+
+CASES = [
+    *layer("ffn in", 16),
+    *layer("ffn out", 16),
+    *layer("delta in", 32),
+    *layer("ffn in", 32),
+    *layer("ffn out", 32),
+    # With Triton 3.6 addresses of the extra rows' results are kept in local memory, from one tile to the next.
+    *layer("delta in", 64, stack_bytes=152),
+    *layer("ffn in", 64),
+    # With Triton 3.9 a pointer is, from one tile to the next.
+    *layer("ffn out", 64, stack_bytes=8),
+]
