@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
@@ -58,21 +58,30 @@ class Model:
     heads: tuple[int, int, int]
     fp8: bool = False
     mixture: bool = False
+    ranks: int = 1
+    """Of a group that shares the model (models/shards.py); the sizes above are the whole model's."""
 
     def shapes(self) -> dict[str, Shape]:
-        queries, keys, values = self.heads
-        gates = 2 * values
+        """Of one rank. Where there are several, a product that ends in the residual is a partial sum."""
+        queries, keys, values = (heads // self.ranks for heads in self.heads)
+        gates, ffn, recurrent_keys = 2 * values, self.ffn // self.ranks, 16 // self.ranks
+        out: Kind = "add_linear" if self.ranks == 1 else "linear"
         sizes: dict[str, tuple[Kind, int, int]] = {
-            "delta in": ("norm_linear", 2 * 16 * 128 + 2 * values * 128 + gates * (not self.fp8), self.hidden),
-            "delta out": ("add_linear", self.hidden, values * 128),
+            "delta in": (
+                "norm_linear",
+                2 * recurrent_keys * 128 + 2 * values * 128 + gates * (not self.fp8),
+                self.hidden,
+            ),
+            "delta out": (out, self.hidden, values * 128),
             "attention in": ("norm_linear", 2 * queries * 256 + 2 * keys * 256, self.hidden),
-            "attention out": ("add_linear", self.hidden, queries * 256),
-            "ffn in": ("norm_swiglu", 2 * self.ffn, self.hidden),
-            "ffn out": ("linear" if self.mixture else "add_linear", self.hidden, self.ffn),
-            "draft head": ("draft_argmax", DRAFT_VOCABULARY, self.hidden),
+            "attention out": (out, self.hidden, queries * 256),
+            "ffn in": ("norm_swiglu", 2 * ffn, self.hidden),
+            "ffn out": ("linear" if self.mixture else out, self.hidden, ffn),
+            "draft head": ("draft_argmax", DRAFT_VOCABULARY // self.ranks, self.hidden),
         }
         if not self.fp8:
-            sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": ("logits", VOCABULARY, self.hidden)}
+            logits: tuple[Kind, int, int] = ("logits", VOCABULARY // self.ranks, self.hidden)
+            sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": logits}
         return {
             name: Shape(*size, self.fp8, gates if self.fp8 and name == "delta in" else 0)
             for name, size in sizes.items()
@@ -88,6 +97,7 @@ MODELS = {
     "27B-FP8": Model(5120, 17408, (24, 4, 48), fp8=True),
     "35B-A3B-FP8": Model(2048, 512, (16, 2, 32), fp8=True, mixture=True),
 }
+MODELS |= {f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B", "35B-A3B-FP8")}
 """Layers of FP8 models with block-scaled weights; the others equal those of the same model in 16 bits."""
 
 
