@@ -272,7 +272,7 @@ def compare_counts(options: argparse.Namespace) -> int:
         sys.exit("--tensor-parallel: the benchmark's ranks are GPUs; tests/test_ranks.py runs ranks on a CPU")
     if "auto" in (options.k or ()):
         sys.exit("--k auto: each rank would choose by its own clock")
-    arguments, files = sys.argv[1:], {}
+    arguments, files, status = sys.argv[1:], {}, 0
     with tempfile.TemporaryDirectory() as directory:
         for count in options.tensor_parallel:
             if count > torch.cuda.device_count():
@@ -283,14 +283,19 @@ def compare_counts(options: argparse.Namespace) -> int:
                 print(f"checked: {check_small_model(options.device, num_ranks=count)}", flush=True)
                 torch.cuda.empty_cache()
             given = [*arguments, "--tensor-parallel", str(count), "--json", str(files[count])]
-            run_ranks("benchmarks.decode", given, count, patience=options.max_seconds + 120)
-        step_ms = {count: step_ms_of(path) for count, path in files.items()}
-    baseline = next(iter(step_ms.values()), {})
-    for count, timings in step_ms.items():
+            try:
+                run_ranks("benchmarks.decode", given, count, patience=options.max_seconds + 120)
+            except SystemExit as error:  # the other counts are still worth measuring
+                print(error, flush=True)
+                status = 1
+        step_ms = {count: step_ms_of(path) for count, path in files.items() if path.exists()}
+    fewest = min(step_ms, default=0)
+    for count, timings in sorted(step_ms.items()):
         for case, milliseconds in timings.items():
-            of_first = f", {milliseconds / baseline[case]:.3f} of the first's" if case in baseline else ""
-            print(f"{case}, {count} GPUs: {milliseconds:.3f} ms a step{of_first}")
-    return 0
+            alone = step_ms[fewest].get(case)
+            share = "" if alone is None else f", {milliseconds / alone:.3f} of the step on {fewest}"
+            print(f"{case}, {count} GPUs: {milliseconds:.3f} ms a step{share}")
+    return status
 
 
 def step_ms_of(path: Path) -> dict[str, float]:

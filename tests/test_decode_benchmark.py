@@ -409,3 +409,16 @@ def test_ranks_share_the_bytes_of_a_step() -> None:
     assert half.kv == whole.kv // 2
     assert whole.total / 2 < half.total < 0.62 * whole.total, "routers, norms and mtp.fc are on every rank"
     assert decode_timing.num_sums(config, 3) == 2 * (48 + 3)
+
+
+def test_steps_of_different_counts_are_compared_by_case(model: PrefilledModel, tmp_path: Path) -> None:
+    timing = time_case(case(), model, CPU, STEPS)
+    results = [Result(case=replace(case(), ranks=2), timing=timing), Result(case=case(batch=8), note="not run")]
+    results[0].exchange_us, results[0].num_exchanges = 5.0, 100
+    report = Report(
+        machine="m", command="c", checks=[], bandwidth=measure_bandwidth(CPU, num_bytes=2**20), results=results
+    )
+    (tmp_path / "decode.json").write_text(report.as_json())
+    assert decode.step_ms_of(tmp_path / "decode.json") == {str(case()): timing.step_ms}
+    assert "100 sums a step of 5.00 us, measured alone in a graph: 0.500 ms of the floor" in report.markdown()
+    assert "| toy, 2 GPUs |" in report.markdown()
