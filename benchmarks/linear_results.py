@@ -97,7 +97,7 @@ MODELS = {
     "27B-FP8": Model(5120, 17408, (24, 4, 48), fp8=True),
     "35B-A3B-FP8": Model(2048, 512, (16, 2, 32), fp8=True, mixture=True),
 }
-MODELS |= {f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B", "35B-A3B-FP8")}
+MODELS |= {f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B-FP8")}
 """Layers of FP8 models with block-scaled weights; the others equal those of the same model in 16 bits."""
 
 
