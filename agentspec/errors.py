@@ -18,10 +18,40 @@ User errors carry the field and the value; `assert` is for internal bugs.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 
 def printable(text: str) -> str:
     """Escape the non-printable characters of a text from a client or a file, so that it stays on one line."""
     return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in text)
+
+
+def cut_repr(value: object, length: int = 200) -> str:
+    """The repr of a value from a client or a file, cut. Looks at no more of the value than is shown."""
+    shown = beginning(value, length)
+    return shown if len(shown) <= length else shown[:length] + "..."
+
+
+def beginning(value: object, room: int) -> str:
+    """A value's repr, or a text of more than `room` characters that begins like it."""
+    if isinstance(value, str | bytes):
+        return repr(value[: room + 1])
+    if type(value) is dict:
+        pairs = value.items()
+        return _listed("{}", (f"{beginning(key, room)}: {beginning(item, room)}" for key, item in pairs), room)
+    if type(value) is list or isinstance(value, array):
+        return _listed("[]", (beginning(item, room) for item in value), room)
+    return repr(value)
+
+
+def _listed(brackets: str, parts: Iterable[str], room: int) -> str:
+    shown = brackets[0]
+    for number, part in enumerate(parts):
+        shown += ", " * (number > 0) + part
+        if len(shown) > room:
+            return shown
+    return shown + brackets[1]
 
 
 class AgentspecError(Exception):
@@ -32,10 +62,7 @@ class _FieldError(AgentspecError):
     """An error caused by the value of one field. The message names both; the value is cut after 200 characters."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:200] + "..."
-        super().__init__(f"{field}={shown}: {reason}")
+        super().__init__(f"{field}={cut_repr(value)}: {reason}")
         self.field = field
         self.value = value
         self.reason = reason

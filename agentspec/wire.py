@@ -179,7 +179,12 @@ _LENGTH = struct.Struct(">I")
 
 def framed(body: bytes) -> bytes:
     """A frame, the unit of all messages between processes: four bytes of length, big endian, and the body."""
-    return _LENGTH.pack(len(body)) + body
+    return frame_head(body) + body
+
+
+def frame_head(body: bytes) -> bytes:
+    """What precedes the body in its frame."""
+    return _LENGTH.pack(len(body))
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:

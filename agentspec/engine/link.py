@@ -146,8 +146,9 @@ def packed(submit: Submit) -> Packed | Submit:
     with it."""
     if not submit.prompt_ids:
         return submit
+    ids = submit.prompt_ids
     try:
-        prompt = tokens(submit.prompt_ids).tobytes()
+        prompt = (ids if isinstance(ids, array) else tokens(ids)).tobytes()
     except (TypeError, OverflowError):
         return submit
     return Packed(msgspec.structs.replace(submit, prompt_ids=[]), prompt)

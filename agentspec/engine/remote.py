@@ -42,7 +42,7 @@ from agentspec.engine.link import (
 from agentspec.engine.streams import Streams
 from agentspec.errors import AgentspecError, EngineClosedError, EngineStalledError, RequestError
 from agentspec.types import Progress, no_progress
-from agentspec.wire import Abort, Event, FinishEvent, FrameReader, ModelInfo, Submit, TokensEvent
+from agentspec.wire import Abort, Event, FinishEvent, FrameReader, ModelInfo, Submit, TokensEvent, frame_head, framed
 
 logger = logging.getLogger("agentspec")
 
@@ -58,6 +58,9 @@ including a kernel that is compiled in it. On a CPU, a step of a large model tak
 
 TAKEN_FOR_DEAD = 10
 """After this many times the limit without a heartbeat, the engine's process is killed."""
+
+PIECE_BYTES = 2**18
+"""What is written at once of a body of any size."""
 
 TICK_SECONDS = 0.5
 """How often a server checks its engine."""
@@ -106,7 +109,8 @@ class EngineProcess:
 class Wire(asyncio.Protocol):
     """The server's end of the socket to one of its processes.
 
-    Writing never waits: the amount of unsent data is bounded by the requests that the server accepts."""
+    `write` never waits: the amount of unsent data is bounded by the requests that the server accepts. `send` is for
+    bodies of any size."""
 
     def __init__(self, process: EngineProcess, take: Callable[[bytes], None], lose: Callable[[], None]) -> None:
         """take: called with the body of each frame. lose: called when the other end is closed."""
@@ -115,6 +119,11 @@ class Wire(asyncio.Protocol):
         self._lose = lose
         self._frames = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
+        self._has_room = asyncio.Event()
+        """The other end has read most of what was written, or is closed."""
+        self._has_room.set()
+        self._held: list[bytes] | None = None
+        """Frames to write after the body that is being sent; None: there is none."""
 
     async def connect(self) -> None:
         self._socket.setblocking(False)
@@ -130,15 +139,45 @@ class Wire(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._has_room.set()
         self._lose()
+
+    def pause_writing(self) -> None:
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        self._has_room.set()
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None
 
     def write(self, data: bytes) -> None:
+        """Write whole frames."""
+        if self._held is not None:
+            self._held.append(data)
+        else:
+            self._write(data)
+
+    def _write(self, data: bytes | memoryview) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    async def send(self, body: bytes) -> None:
+        """Write one frame with this body, as fast as the other end reads. The body isn't copied, and others run between
+        its pieces. A cancelled send leaves the connection unusable. Never call it twice at the same time."""
+        if len(body) <= PIECE_BYTES:
+            self._write(framed(body))
+            return
+        self._held = []
+        self._write(frame_head(body))
+        for start in range(0, len(body), PIECE_BYTES):
+            self._write(memoryview(body)[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)
+            await self._has_room.wait()
+        held, self._held = self._held, None
+        for data in held:
+            self._write(data)
 
     def close(self) -> None:
         """Close at once."""

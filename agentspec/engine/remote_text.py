@@ -33,6 +33,7 @@ from agentspec.engine.text_link import (
     Remember,
     ToServer,
     begun_of,
+    encoded,
     frame,
     prompt_of,
 )
@@ -118,14 +119,14 @@ class _Link:
     def tell(self, data: bytes) -> None:
         self._wire.write(data)
 
-    async def ask(self, data: bytes, seconds: float | None) -> ToServer:
-        """Send a message and wait for its answer. Raises TimeoutError, after which the process is unusable, or
+    async def ask(self, body: bytes, seconds: float | None) -> ToServer:
+        """Send an encoded message and wait for its answer. Raises TimeoutError, after which the process is unusable, or
         _DiedError. Never call it twice at the same time."""
         if not self._wire.is_open:
             raise _DiedError
         self._answer = asyncio.get_running_loop().create_future()
-        self._wire.write(data)
         async with asyncio.timeout(seconds):
+            await self._wire.send(body)
             return await self._answer
 
     async def close(self) -> None:
@@ -228,7 +229,7 @@ class RemoteText:
         if self._closed:
             raise TextProcessError("the server is about to stop")
         try:
-            data = frame(message)
+            data = encoded(message)
         except UnicodeEncodeError as error:
             raise RequestError(
                 field, error.object[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}"
@@ -363,7 +364,7 @@ class RemoteText:
 
 async def _asked(link: _Link, message: Read | Compile, seconds: float | None) -> ToServer:
     try:
-        answer = await link.ask(frame(message), seconds)
+        answer = await link.ask(encoded(message), seconds)
     except _DiedError:
         raise AgentspecError("the text process ended while it loaded") from None
     if isinstance(answer, Refused):

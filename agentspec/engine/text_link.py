@@ -110,10 +110,15 @@ _Message = TypeVar("_Message")
 
 def frame(message: ToText | ToServer) -> bytes:
     """Encode a message as one frame. Raises UnicodeEncodeError for text that isn't Unicode."""
+    return framed(encoded(message))
+
+
+def encoded(message: ToText | ToServer) -> bytes:
+    """A frame's body. Raises UnicodeEncodeError for text that isn't Unicode."""
     try:
-        return framed(msgspec.msgpack.encode(message))
+        return msgspec.msgpack.encode(message)
     except OverflowError:
-        return framed(msgspec.json.encode(message))
+        return msgspec.json.encode(message)
 
 
 class Reader:

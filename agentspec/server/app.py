@@ -6,8 +6,7 @@ and never imports torch.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentspec.files import MAX_NESTING, is_too_deep, may_be_too_deep
+from agentspec.files import is_too_deep, may_be_too_deep
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.deadlines import NO_LIMITS, TimeLimits
 from agentspec.server.errors import ApiError
 from agentspec.server.fields import Notes
 from agentspec.server.images import without_images
-from agentspec.server.json_count import JsonCount
+from agentspec.server.large_json import LARGE_BYTES, LargeJson, invalid, too_deep
 from agentspec.server.normalizer import Normalizer
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures, RecordedEngine
@@ -36,8 +35,6 @@ from agentspec.server.unknown_fields import HEADER
 from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20
-_SMALL_BYTES = 2**20
-"""A body up to this size is decoded within 50 ms, whatever it contains."""
 
 ROUTES: tuple[Route, ...] = openapi.described(
     (
@@ -86,9 +83,13 @@ def create_app(
         max_open=max_open,
     )
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    large = LargeJson()
     for route in ROUTES:
         app.add_api_route(
-            route.path, _endpoint(service, route, max_body_bytes, limits), methods=[route.method], response_model=None
+            route.path,
+            _endpoint(service, route, max_body_bytes, large, limits),
+            methods=[route.method],
+            response_model=None,
         )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Normalizer)
@@ -104,11 +105,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(described, request.url.path)
 
 
-def _endpoint(service: Service, route: Route, max_body_bytes: int, limits: TimeLimits) -> Callable[[Request], Any]:
+def _endpoint(
+    service: Service, route: Route, max_body_bytes: int, large: LargeJson, limits: TimeLimits
+) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         """Read the body, then run the route until it has answered or the client disconnects."""
         try:
-            body = await _json_body(request, max_body_bytes) if route.method == "POST" else None
+            body = None
+            if route.method == "POST":
+                body = await _json_body(request, max_body_bytes, large, route.id_fields)
         except ApiError as error:
             return error_response(error, request.url.path)
         except ClientDisconnect:
@@ -141,22 +146,18 @@ async def _answer(service: Service, route: Route, call: Call, path: str) -> Resp
     return response
 
 
-async def _json_body(request: Request, max_body_bytes: int) -> Any:
+async def _json_body(request: Request, max_body_bytes: int, large: LargeJson, id_fields: Container[str]) -> Any:
     """Read and decode the body. Behind a Door it arrives as one part, and is not copied."""
     parts = [part async for part in request.stream() if part]
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if len(body) > max_body_bytes:
         raise ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
-    count = JsonCount()
-    for start in range(0, len(body), _SMALL_BYTES) if len(body) > _SMALL_BYTES else ():
-        count.feed(body[start : start + _SMALL_BYTES])
-        if count.excess is not None:
-            raise ApiError(413, f"the body {count.excess}", code="body_too_large")
-        await asyncio.sleep(0)  # let other requests run
+    if len(body) > LARGE_BYTES:
+        return await large.decode(body, id_fields)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise invalid(str(error)) from None
     if may_be_too_deep(body) and is_too_deep(value):
-        raise ApiError(400, f"the body is nested deeper than {MAX_NESTING} levels", code="invalid_json")
+        raise too_deep()
     return value

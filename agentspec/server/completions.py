@@ -109,6 +109,7 @@ ROUTES = (
         body=CompletionRequest,
         checked=openai.COMPLETION_CHECKED,
         table=COMPLETIONS,
+        id_fields=frozenset({"prompt"}),
         answers="json or events",
         answer=answer_shapes.Completion,
     ),

@@ -6,6 +6,8 @@ tokens, of events or of HTTP. `null` means absent, as everywhere in OpenAI's API
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -218,7 +220,8 @@ class PromptBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
     prompt: str | list[Any]
-    """A text, token ids, or a list of either: each prompt becomes a choice."""
+    """A text, token ids, or a list of either: each prompt becomes a choice. A long list of ids in the list may be an
+    array of types.tokens."""
     max_tokens: int | None = 16
     best_of: int | None = None
     echo: bool = False
@@ -226,7 +229,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     breakpoints: list[PromptBreakpoint] = []
     """Ascending. In chat they come from the template; a prompt of token ids has none by itself."""
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | Sequence[int]]:
         """The prompts as a list. Raises RequestError if they aren't texts or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -234,7 +237,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
         if _are_ids(given):
             return [given]
         for index, prompt in enumerate(given):
-            if not isinstance(prompt, str) and not (isinstance(prompt, list) and _are_ids(prompt)):
+            if not isinstance(prompt, str | array) and not (isinstance(prompt, list) and _are_ids(prompt)):
                 raise RequestError(f"prompt[{index}]", prompt, "must be a text or a non-empty list of token ids")
         if not given:
             raise RequestError("prompt", given, "must not be empty")

@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """A route. The fields after `handle` are for the OpenAPI document (openapi.py)."""
+    """A route. Most fields after `handle` are for the OpenAPI document (openapi.py)."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
@@ -42,6 +42,8 @@ class Route:
     checked: Checked = field(default_factory=dict)
     table: FieldTable = field(default_factory=dict)
     """Every known field of the body."""
+    id_fields: frozenset[str] = frozenset()
+    """Fields in which long lists of token ids may be arrays: see large_json.py."""
     query: Mapping[str, Mapping[str, Any]] | None = None
     """Query parameters by their JSON schemas; others are refused. None: the query is ignored."""
     answers: Literal["json", "json or events", "text", "html", "asset"] = "json"

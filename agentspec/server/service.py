@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from agentspec.errors import RequestError
+from agentspec.errors import RequestError, cut_repr
 from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures
@@ -82,7 +82,10 @@ class Service:
         if name not in listed:
             served = ", ".join(map(repr, listed))
             raise ApiError(
-                404, f"model={name!r}: not served here; this server has {served}", param="model", code="model_not_found"
+                404,
+                f"model={cut_repr(name)}: not served here; this server has {served}",
+                param="model",
+                code="model_not_found",
             )
         return listed[0]
 

@@ -1,0 +1,191 @@
+"""Decodes large JSON bodies in slices, between which others may run: a decoder holds the interpreter until it returns.
+
+The result is msgspec's, except that long lists of token ids are arrays where the caller takes them. One body at a time
+is decoded, so that others wait for one slice, however many large bodies arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from agentspec.files import MAX_NESTING
+from agentspec.server.errors import ApiError
+from agentspec.server.json_count import JsonCount
+from agentspec.types import tokens
+
+LARGE_BYTES = 2**20
+"""A body up to this size is decoded within 50 ms, whatever it contains."""
+SLICE_BYTES = 2**18
+"""Bytes that are decoded at once."""
+
+_MAX_LEVELS = 8
+"""Values further inside are decoded whole. Finding the values of an object or array takes one look at all its bytes,
+which makes no copy, but isn't divided. A message's text is at level 5."""
+_MAX_ELEMENTS = 400_000
+"""An array that isn't only integers is decoded whole, if the body holds more values."""
+
+_BLANKS = b" \t\r\n"
+_BLANK = re.compile(rb"[ \t\r\n]*")
+_INTEGERS = b"0123456789-, \t\r\n"
+_UNFINISHED = re.compile(rb"\\(?:u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?|[0-9a-fA-F]{0,3})?)?\Z")
+"""The beginning of an escape, or of two that are one character, at the end of a text."""
+_UNFINISHED_BYTES = 11
+_BYTE = re.compile(r" \(byte \d+\)")
+"""A place in a slice, which means nothing to the client."""
+
+
+class LargeJson:
+    """The decoder of one server's large bodies."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def decode(self, body: bytes | bytearray, id_fields: Container[str]) -> Any:
+        """Decode a body. A long list of integers in a field of `id_fields`, or in a list there, is an array of
+        types.tokens; the field itself is then a list with this array.
+
+        Raises ApiError: 413 for too many values, 400 for invalid JSON and for too many levels."""
+        async with self._turn:
+            count = JsonCount()
+            for start in range(0, len(body), SLICE_BYTES):
+                count.feed(memoryview(body)[start : start + SLICE_BYTES])
+                if count.excess is not None:
+                    raise ApiError(413, f"the body {count.excess}", code="body_too_large")
+                await asyncio.sleep(0)
+            if count.num_levels > MAX_NESTING:
+                raise too_deep()
+            try:
+                return await _Decoding(id_fields, count.num_values).decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise invalid(_BYTE.sub("", str(error))) from None
+
+
+def invalid(reason: str) -> ApiError:
+    return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+
+
+def too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested deeper than {MAX_NESTING} levels", code="invalid_json")
+
+
+class _Decoding:
+    """The decoding of one body."""
+
+    def __init__(self, id_fields: Container[str], num_values: int) -> None:
+        self._id_fields = id_fields
+        self._num_values = num_values
+        self._spent = 0
+        """Bytes decoded since others could run."""
+
+    async def decode(self, body: bytes | bytearray) -> Any:
+        return await self._value(_trimmed(body), 0, takes_array=False)
+
+    async def _value(self, raw: memoryview, level: int, *, takes_array: bool) -> Any:
+        if len(raw) > SLICE_BYTES and level < _MAX_LEVELS:
+            match bytes([raw[0], raw[-1]]):
+                case b"{}":
+                    return await self._object(raw, level)
+                case b"[]":
+                    return await self._array(raw, level, takes_array=takes_array)
+                case b'""':
+                    return await self._text(raw[1:-1])
+        return await self._slice(raw)
+
+    async def _object(self, raw: memoryview, level: int) -> dict[str, Any]:
+        found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        await asyncio.sleep(0)
+        values = {}
+        for name, part in found.items():
+            is_ids = level == 0 and name in self._id_fields
+            value = await self._value(memoryview(part), level + 1, takes_array=is_ids)
+            values[name] = [value] if isinstance(value, array) else value
+        return values
+
+    async def _array(self, raw: memoryview, level: int, *, takes_array: bool) -> list[Any] | array[int]:
+        forms: list[list[Any] | array[int]] = [tokens(), []] if takes_array else [[]]
+        for values in forms:
+            if await self._add_integers(raw[1:-1], values):
+                return values
+        mixed: list[Any] = []
+        if self._num_values > _MAX_ELEMENTS:
+            mixed += await self._slice(raw)
+            return mixed
+        parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        await asyncio.sleep(0)
+        small: list[msgspec.Raw] = []
+        num_bytes = 0
+        for part in parts:
+            part_bytes = len(memoryview(part))
+            if small and num_bytes + part_bytes > SLICE_BYTES:
+                mixed += await self._slice(b"[" + b",".join(small) + b"]")
+                small, num_bytes = [], 0
+            if part_bytes > SLICE_BYTES:
+                mixed.append(await self._value(memoryview(part), level + 1, takes_array=takes_array))
+            else:
+                small.append(part)
+                num_bytes += part_bytes + 1
+        mixed += await self._slice(b"[" + b",".join(small) + b"]")
+        return mixed
+
+    async def _add_integers(self, inside: memoryview, values: list[Any] | array[int]) -> bool:
+        """Append integers to `values`; return whether there is nothing else, and an array can hold all of them."""
+        place = 0
+        while place <= len(inside):
+            piece = bytes(inside[place : place + SLICE_BYTES])
+            if place + len(piece) < len(inside):
+                piece = piece[: max(0, piece.rfind(b","))]
+            if piece.translate(None, _INTEGERS) or not (found := await self._slice(b"[" + piece + b"]")):
+                return False
+            try:
+                values.extend(found) if isinstance(values, list) else values.fromlist(found)
+            except (OverflowError, TypeError):
+                return False
+            place += len(piece) + 1
+        return True
+
+    async def _text(self, inside: memoryview) -> str:
+        text, place = "", 0
+        while place < len(inside):
+            piece = bytes(inside[place : place + SLICE_BYTES])
+            if place + len(piece) < len(inside):
+                piece = piece[: whole_characters(piece)]
+            place += len(piece)
+            text += await self._slice(b'"' + piece + b'"')  # grows in place: nobody else has it
+        return text
+
+    async def _slice(self, raw: memoryview | bytes) -> Any:
+        if self._spent + len(raw) > SLICE_BYTES:
+            self._spent = 0
+            await asyncio.sleep(0)
+        self._spent += len(raw)
+        return msgspec.json.decode(raw)
+
+
+def _trimmed(body: bytes | bytearray) -> memoryview:
+    """The body without blanks around it."""
+    view = memoryview(body)
+    start = _BLANK.match(view)
+    assert start is not None
+    view = view[start.end() :]
+    while view and not (piece := bytes(view[-SLICE_BYTES:]).rstrip(_BLANKS)):
+        view = view[:-SLICE_BYTES]
+    return view[: max(0, len(view) - SLICE_BYTES) + len(piece)] if view else view
+
+
+def whole_characters(piece: bytes) -> int:
+    """The length of the beginning of a JSON text, in bytes, without an unfinished character at its end."""
+    if b"\\" in piece[-_UNFINISHED_BYTES:]:
+        # With pairs of them replaced, every backslash begins an escape.
+        begun = _UNFINISHED.search(piece.replace(b"\\\\", b"  "), max(0, len(piece) - _UNFINISHED_BYTES))
+        if begun is not None:
+            return begun.start()
+    last = len(piece) - 1
+    while last > max(0, len(piece) - 4) and piece[last] & 0xC0 == 0x80:
+        last -= 1
+    return last if last >= 0 and piece[last] >= 0xC0 else len(piece)
