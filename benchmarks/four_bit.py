@@ -51,7 +51,7 @@ EXPECTED_BYTES_PER_SECOND = 2e12
 CHECKED_TILES = 4
 
 
-def random_tiles(form: FourBitForm, shape: tuple[int, int], seed: int) -> FourBitTiles:
+def random_tiles(form: FourBitForm, shape: tuple[int, ...], seed: int) -> FourBitTiles:
     """Random codes, in weights of about the size of real ones."""
     generator = torch.Generator("cuda").manual_seed(seed)
     tiles = FourBitTiles.empty(form, shape, torch.device("cuda"))
@@ -60,9 +60,9 @@ def random_tiles(form: FourBitForm, shape: tuple[int, int], seed: int) -> FourBi
     if form.kind == "e2m1":
         tiles.scales.copy_(torch.randint(40, 90, tiles.scales.shape, generator=generator, device="cuda"))
         assert tiles.multipliers is not None
-        tiles.multipliers.fill_(shape[1] ** -0.5 / 20)
+        tiles.multipliers.fill_(shape[-1] ** -0.5 / 20)
     else:
-        tiles.scales.uniform_(0.5, 1.5, generator=generator).mul_(shape[1] ** -0.5 / 5)
+        tiles.scales.uniform_(0.5, 1.5, generator=generator).mul_(shape[-1] ** -0.5 / 5)
     if tiles.zeros is not None:
         tiles.zeros.random_(0, 16, generator=generator)
     return tiles

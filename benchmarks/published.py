@@ -125,14 +125,43 @@ CONFIG_FILES = {
 }
 """The content of each model's config.json."""
 
-for _name in ("4B", "27B"):
+
+def _nvfp4_mixed(layers: int, *, experts: bool) -> dict[str, Any]:
+    """The quantization of NVIDIA's checkpoints of this family: FFNs and the head in NVFP4, mixers in FP8."""
+    four: dict[str, object] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    eight: dict[str, object] = {"quant_algo": "FP8"}
+    ffn = ("gate_proj", "up_proj", "down_proj")
+    parts = dict.fromkeys((f"mlp.{part}" for part in ffn), four)
+    if experts:
+        parts = {"mlp.experts": four} | dict.fromkeys((f"mlp.shared_expert.{part}" for part in ffn), four)
+    parts |= {f"linear_attn.{part}": eight for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    parts |= {f"self_attn.{part}_proj": eight for part in "qkvo"}
+    of_layers = {f"model.language_model.layers.{i}.{part}": kind for i in range(layers) for part, kind in parts.items()}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"lm_head": four} | of_layers,
+    }
+
+
+for _name, _targets in {
+    "4B": ("mixed4", "int4"),
+    "27B": ("mixed4", "int4"),
+    "35B-A3B": ("mixed4", "int4"),
+    "122B-A10B": ("mixed4",),
+    "397B-A17B": ("mixed4",),
+}.items():
     _config = parse_text_config(CONFIG_FILES[_name])
-    for _target in ("mixed4", "int4"):
+    for _target in _targets:
         CONFIG_FILES[f"{_name}-{_target}"] = CONFIG_FILES[_name] | {
             "quantization_config": quantization_as(_config, _target)
         }
+for _name, _layers in {"27B": 64, "35B-A3B": 40}.items():
+    CONFIG_FILES[f"{_name}-nvfp4"] = CONFIG_FILES[_name] | {
+        "quantization_config": _nvfp4_mixed(_layers, experts=_name != "27B")
+    }
 
-MANY_GPUS = ("122B-A10B", "122B-A10B-FP8", "397B-A17B", "397B-A17B-FP8")
+MANY_GPUS = tuple(name for name in CONFIG_FILES if name.startswith(("122B", "397B")))
 """Models that are shared by several GPUs; benchmarks of one GPU measure them only if they are asked to."""
 
 CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.items()}

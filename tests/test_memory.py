@@ -204,14 +204,17 @@ def test_a_model_that_does_not_fit_is_answered_with_what_would(
     assert "on a GPU of" not in table
 
 
-def test_a_checkpoint_in_4_bits_has_no_smaller_form_and_says_that_gpus_refuse_its_experts(
+def test_a_checkpoint_in_4_bits_has_no_smaller_form_and_says_that_gpus_refuse_its_groups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, written = write_checkpoint(tmp_path / "m", "moe", **SIZES | OF_FAMILY["moe"]), tmp_path / "int4"
+    sizes = SIZES | OF_FAMILY["moe"] | {"moe_intermediate_size": 96}
+    source, written = write_checkpoint(tmp_path / "m", "moe", **sizes), tmp_path / "int4"
     assert cli.main(["quantize", str(source), str(written), "--to", "int4"]) == 0
     capsys.readouterr()
     table = shown(capsys, str(written), "--card-gib", "1.01")
-    assert "note: 4-bit experts (model.layers.0.mlp.experts.gate_up_proj) run on the CPU reference only so far" in table
+    assert (
+        "in int4 in groups of 32 (model.layers.0.mlp.experts.down_proj) run on the CPU reference only so far" in table
+    )
     assert what_would_fit(needs_of(written), 0) == ""
 
 

@@ -242,8 +242,12 @@ def test_only_parts_missing_in_the_small_model_are_checked_by_blocks() -> None:
         "27B-FP8",
         "27B-int4",
         "27B-mixed4",
+        "27B-nvfp4",
         "35B-A3B",
         "35B-A3B-FP8",
+        "35B-A3B-int4",
+        "35B-A3B-mixed4",
+        "35B-A3B-nvfp4",
     }
 
 

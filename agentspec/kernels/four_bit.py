@@ -60,6 +60,11 @@ class FourBitForm:
         zeros = " with zero points" if self.has_zeros else ""
         return f"{self.kind} in groups of {self.group}{zeros}"
 
+    @property
+    def format(self) -> str:
+        """The form as kernels name it: int4, int4 zeros, e2m1."""
+        return "int4 zeros" if self.has_zeros else self.kind
+
     def empty(self, shape: tuple[int, ...], device: torch.device) -> FourBit:
         """Allocate a weight [..., O, K] without initializing it."""
         *rows, depth = shape

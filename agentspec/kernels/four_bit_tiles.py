@@ -12,7 +12,8 @@ In a word, bits 0..15 have the even columns and bits 16..31 the odd ones, so tha
 columns. An integer's code of pair p is at bit 4 p. A float's are spread, so that few shifts bring sign and magnitude to
 where bfloat16 has its sign and the last exponent and first mantissa bits: E2M1_BITS.
 
-Shape letters: O output features (rows), K input features, R rows of tiles (O / 8), C columns of tiles (K / 128).
+Shape letters: O output features (rows), K input features, R rows of tiles (O / 8), C columns of tiles (K / 128). "..."
+is nothing for a matrix, and the number of matrices for a stack of them.
 """
 
 from __future__ import annotations
@@ -39,38 +40,41 @@ are those of a bfloat16 in turn. Code e * 8 + m is 2^(e - E5M3_BIAS) * (1 + m / 
 
 
 def has_tiles(form: FourBitForm, shape: Sequence[int]) -> bool:
-    """Whether a weight can be in tiles: a matrix of whole pairs of tiles, with the groups of most published formats."""
+    """Whether a weight [..., O, K] can be in tiles: whole pairs of tiles, with the groups of most published formats."""
     group = 16 if form.kind == "e2m1" else TILE_COLUMNS
-    whole = len(shape) == 2 and shape[0] % (2 * TILE_ROWS) == 0 and shape[1] % TILE_COLUMNS == 0
+    whole = len(shape) in {2, 3} and shape[-2] % (2 * TILE_ROWS) == 0 and shape[-1] % TILE_COLUMNS == 0
     return whole and form.group == group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FourBitTiles(FourBitParts):
-    """The weight [O, K] that `rows()` defines, in tiles.
+    """The weight [..., O, K] that `rows()` defines, in tiles.
 
-    values: int32 [R, C, 8, 4, 4], contiguous except for slices of columns. scales: of int4 form.scale_dtype [R, C, 8];
-    of e2m1 uint8 [R, C, row 8, half 2, i 4], as E5M3_BIAS says, those of columns 32 i + 16 half + 0..15. zeros: uint8
-    [R, C, 8]."""
+    values: int32 [..., R, C, 8, 4, 4], contiguous except for slices of columns. scales: of int4 form.scale_dtype [...,
+    R, C, 8]; of e2m1 uint8 [..., R, C, row 8, half 2, i 4], as E5M3_BIAS says, those of columns 32 i + 16 half + 0..15.
+    zeros: uint8 [..., R, C, 8]."""
 
     @classmethod
     def empty(cls, form: FourBitForm, shape: Sequence[int], device: torch.device) -> FourBitTiles:
-        """Allocate a weight [O, K] without initializing it."""
+        """Allocate a weight [..., O, K] without initializing it."""
         assert has_tiles(form, shape), f"{form} {shape}"
-        tiles, is_float = (shape[0] // TILE_ROWS, shape[1] // TILE_COLUMNS), form.kind == "e2m1"
+        *stack, num_rows, depth = shape
+        tiles, is_float = (*stack, num_rows // TILE_ROWS, depth // TILE_COLUMNS), form.kind == "e2m1"
         of_scales, dtype = ((8, 2, 4), torch.uint8) if is_float else ((8,), form.scale_dtype)
         return cls(
             form=form,
             values=torch.empty((*tiles, 8, 4, 4), dtype=torch.int32, device=device),
             scales=torch.empty((*tiles, *of_scales), dtype=dtype, device=device),
             zeros=torch.empty((*tiles, 8), dtype=torch.uint8, device=device) if form.has_zeros else None,
-            multipliers=torch.empty(shape[0], device=device) if is_float else None,
+            multipliers=torch.empty((*stack, num_rows), device=device) if is_float else None,
         )
 
     @classmethod
     def of(cls, weight: FourBit) -> FourBitTiles:
-        """The same weight in tiles. A group of floats whose scale is 0 gets codes of 0."""
-        assert has_tiles(weight.form, weight.shape), f"{weight.form} {weight.shape}"
+        """The same weight in tiles. A group of floats whose scale is 0 gets codes of 0. Rows may be any whole tiles: a
+        part that fills a weight can be half of a pair."""
+        *stack, num_rows, depth = weight.shape
+        assert has_tiles(weight.form, (*stack, 2 * num_rows, depth)), f"{weight.form} {weight.shape}"
         codes, scales = unpack(weight.values), weight.scales
         if weight.form.kind == "e2m1":
             is_zero = (scales.float() == 0).repeat_interleave(weight.form.group, -1)
@@ -95,7 +99,8 @@ class FourBitTiles(FourBitParts):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.values.shape[0] * TILE_ROWS, self.values.shape[1] * TILE_COLUMNS))
+        *stack, num_tile_rows, num_tile_columns = self.values.shape[:-3]
+        return torch.Size((*stack, num_tile_rows * TILE_ROWS, num_tile_columns * TILE_COLUMNS))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.rows().dequantize(dtype)
@@ -105,14 +110,16 @@ class FourBitTiles(FourBitParts):
 
     def cut(self, region: Region) -> FourBitTiles:
         """Rows and columns begin and end where tiles do."""
-        rows, columns = (*region, slice(None), slice(None))[:2]
-        at = _in_tiles(rows, TILE_ROWS), _in_tiles(columns, TILE_COLUMNS)
+        num_stacked = len(self.shape) - 2
+        stacked = (*region, slice(None))[:num_stacked]
+        rows, columns = (*region[num_stacked:], slice(None), slice(None))[:2]
+        at = (*stacked, _in_tiles(rows, TILE_ROWS), _in_tiles(columns, TILE_COLUMNS))
         return FourBitTiles(
             form=self.form,
             values=self.values[at],
             scales=self.scales[at],
             zeros=None if self.zeros is None else self.zeros[at],
-            multipliers=None if self.multipliers is None else self.multipliers[rows],
+            multipliers=None if self.multipliers is None else self.multipliers[(*stacked, rows)],
         )
 
     def select_rows(self, ids_O: Tensor) -> FourBit:
@@ -138,53 +145,55 @@ def _bits_of(form: FourBitForm) -> tuple[tuple[int, ...], ...]:
     return E2M1_BITS if form.kind == "e2m1" else _INT4_BITS
 
 
-def _tile_codes(codes_OK: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
-    """int32 [R, C, 8, 4, 4] from codes, uint8 [O, K]."""
-    num_rows, depth = codes_OK.shape
-    parts = codes_OK.view(num_rows // 8, 8, depth // 128, 4, 4, 4, 2)  # row, i, t, pair, even or odd
-    words = torch.zeros(num_rows // 8, depth // 128, 8, 4, 4, dtype=torch.int32, device=codes_OK.device)
+def _tile_codes(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
+    """int32 [..., R, C, 8, 4, 4] from codes, uint8 [..., O, K]."""
+    *stack, num_rows, depth = codes.shape
+    parts = codes.reshape(-1, 8, depth // 128, 4, 4, 4, 2)  # tiles' rows; row, column of tiles, i, t, pair, even or odd
+    words = torch.zeros(len(parts), depth // 128, 8, 4, 4, dtype=torch.int32, device=codes.device)
     for pair, places in enumerate(bits):
         for odd in range(2):
             code = parts[..., pair, odd].permute(0, 2, 1, 4, 3).to(torch.int32)
             for bit, place in enumerate(places):
                 words |= (code >> bit & 1) << (place + 16 * odd)
-    return words
+    return words.view(*stack, num_rows // 8, *words.shape[1:])
 
 
 def _untile_codes(words: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     """The inverse of `_tile_codes`."""
-    num_tile_rows, num_tile_columns = words.shape[:2]
-    codes = torch.zeros(num_tile_rows, 8, num_tile_columns, 4, 4, 4, 2, dtype=torch.uint8, device=words.device)
+    *stack, num_tile_rows, num_tile_columns = words.shape[:-3]
+    flat = words.reshape(-1, *words.shape[-4:])
+    codes = torch.zeros(len(flat), 8, num_tile_columns, 4, 4, 4, 2, dtype=torch.uint8, device=words.device)
     for pair, places in enumerate(bits):
         for odd in range(2):
-            code = torch.zeros_like(words)
+            code = torch.zeros_like(flat)
             for bit, place in enumerate(places):
-                code |= (words >> (place + 16 * odd) & 1) << bit
+                code |= (flat >> (place + 16 * odd) & 1) << bit
             codes[..., pair, odd] = code.permute(0, 2, 1, 4, 3)
-    return codes.view(num_tile_rows * 8, num_tile_columns * 128)
+    return codes.view(*stack, num_tile_rows * 8, num_tile_columns * 128)
 
 
-def _tile_groups(groups_OC: Tensor) -> Tensor:
-    """[R, C, 8], contiguous."""
-    num_rows, num_columns = groups_OC.shape
-    return groups_OC.view(num_rows // TILE_ROWS, TILE_ROWS, num_columns).transpose(1, 2).contiguous()
+def _tile_groups(groups: Tensor) -> Tensor:
+    """[..., R, C, 8] from [..., O, C], contiguous."""
+    tiles: Tensor = groups.unflatten(-2, (-1, TILE_ROWS))
+    return tiles.transpose(-1, -2).contiguous()
 
 
 def _untile_groups(tiles: Tensor) -> Tensor:
-    return tiles.transpose(1, 2).flatten(0, 1)
+    return tiles.transpose(-1, -2).flatten(-3, -2)
 
 
-def _tile_e4m3(scales_OG: Tensor) -> Tensor:
-    """uint8 [R, C, 8, 2, 4] from e4m3 [O, K / 16]. A scale of 0 becomes code 0, which is not 0."""
-    fraction, exponent = torch.frexp(scales_OG.float())
+def _tile_e4m3(scales: Tensor) -> Tensor:
+    """uint8 [..., R, C, 8, 2, 4] from e4m3 [..., O, K / 16]. A scale of 0 becomes code 0, which is not 0."""
+    fraction, exponent = torch.frexp(scales.float())
     code = (exponent - 1 + E5M3_BIAS << 3) + ((2 * fraction - 1) * 8).to(torch.int32)
-    code = torch.where(scales_OG.float() == 0, 0, code).to(torch.uint8)
-    tiles: Tensor = code.view(len(code) // 8, 8, code.shape[1] // 8, 4, 2)
-    return tiles.permute(0, 2, 1, 4, 3).contiguous()
+    code = torch.where(scales.float() == 0, 0, code).to(torch.uint8)
+    tiles: Tensor = code.unflatten(-1, (-1, 4, 2)).unflatten(-4, (-1, TILE_ROWS))
+    return tiles.transpose(-1, -2).transpose(-4, -3).contiguous()
 
 
 def _untile_e4m3(tiles: Tensor) -> Tensor:
     """The inverse of `_tile_e4m3`, of scales above 0."""
-    code = tiles.permute(0, 2, 1, 4, 3).flatten(2).flatten(0, 1).to(torch.int32)
+    rows = tiles.transpose(-4, -3).transpose(-1, -2).flatten(-3)  # [..., R, 8, K / 16]
+    code = rows.flatten(-3, -2).to(torch.int32)
     scales: Tensor = torch.ldexp(1 + (code & 7) / 8, (code >> 3) - E5M3_BIAS)
     return scales.to(FP8)

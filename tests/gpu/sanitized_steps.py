@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits"
     )
-    parser.add_argument("--four-bit", action="store_true", help="also a model with weights in 4 bits")
+    parser.add_argument("--four-bit", action="store_true", help="also models with weights in 4 bits")
     arguments = parser.parse_args()
     graphs = not arguments.eager
     torch.set_num_threads(1)
@@ -153,11 +153,12 @@ def main() -> None:
             num_tokens += sum(map(len, run_steps(quantized, cuda, torch.bfloat16, graphs=graphs)))
             num_tokens += sum(map(len, run_steps(plain, cuda, torch.bfloat16, graphs=graphs, fp8_drafts=True)))
         if arguments.four_bit:
-            four_bit = write_agreeing_four_bit_checkpoint(
-                Path(folder) / "four-bit", num_hidden_layers=2, full_attention_interval=2
-            )
-            found += check_steps(four_bit, cuda, graphs=graphs)
-            num_tokens += sum(map(len, run_steps(four_bit, cuda, torch.bfloat16, graphs=graphs)))
+            for family in ("dense", "moe"):
+                four_bit = write_agreeing_four_bit_checkpoint(
+                    Path(folder) / f"four-bit-{family}", "int4", family, num_hidden_layers=2, full_attention_interval=2
+                )
+                found += check_steps(four_bit, cuda, graphs=graphs)
+                num_tokens += sum(map(len, run_steps(four_bit, cuda, torch.bfloat16, graphs=graphs)))
     print(f"{sum(map(len, found))} tokens in float32, as on the CPU; {num_tokens} in bfloat16")
 
 

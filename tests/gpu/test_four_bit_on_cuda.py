@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from agentspec import kernels
-from agentspec.models.hf_config import TextConfig
+from agentspec.models.hf_config import MoeConfig, TextConfig
 from agentspec.models.outline import quantized_as
 from agentspec.models.quantised.parse import parse_quantization
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from benchmarks.published import CONFIGS, spec_of
+from tests.fakes.checkpoints import Family
 from tests.fakes.forced_blocks import ForcedPrompts, random_twins
 from tests.gpu.test_fp8_on_cuda import PROMPTS, SPREAD, check_decode_blocks, check_streams, weights_of
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
@@ -27,20 +28,36 @@ from tests.properties.real_model import write_agreeing_four_bit_checkpoint
 pytestmark = pytest.mark.gpu
 LINEAR: Literal["linear_attention"] = "linear_attention"
 FULL: Literal["full_attention"] = "full_attention"
-CUT = replace(CONFIGS["27B"], layer_types=(LINEAR, FULL), vocab_size=8192)
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "mtp*"], "group_size": 16}
+EXPERTS = replace(
+    CONFIGS["35B-A3B"],
+    moe=MoeConfig(num_experts=32, top_k=8, intermediate_size=512, shared_intermediate_size=512, normalize_top_k=True),
+)
+"""Of published widths; fewer experts, so that many tokens visit one."""
 
 
-def as_target(target: str) -> TextConfig:
-    config = quantized_as(CUT, target)
-    assert config is not None
-    return config
+def cut(config: TextConfig) -> TextConfig:
+    return replace(config, layer_types=(LINEAR, FULL), vocab_size=8192)
+
+
+def as_target(config: TextConfig, target: str) -> TextConfig:
+    found = quantized_as(cut(config), target)
+    assert found is not None
+    return found
+
+
+def in_nvfp4(config: TextConfig) -> TextConfig:
+    return replace(cut(config), quantization=parse_quantization({"quantization_config": NVFP4}, {}, "test"))
 
 
 CONFIG_OF = {
-    "int4": lambda: as_target("int4"),
-    "mixed4": lambda: as_target("mixed4"),
-    "nvfp4": lambda: replace(CUT, quantization=parse_quantization({"quantization_config": NVFP4}, {}, "test")),
+    "int4": lambda: as_target(CONFIGS["27B"], "int4"),
+    "mixed4": lambda: as_target(CONFIGS["27B"], "mixed4"),
+    "nvfp4": lambda: in_nvfp4(CONFIGS["27B"]),
+    "35B-A3B-mixed4": lambda: as_target(CONFIGS["35B-A3B"], "mixed4"),
+    "35B-A3B-nvfp4": lambda: cut(CONFIGS["35B-A3B-nvfp4"]),
+    "few experts, int4": lambda: as_target(EXPERTS, "int4"),
+    "few experts, nvfp4": lambda: in_nvfp4(EXPERTS),
 }
 
 
@@ -69,12 +86,14 @@ def test_prompt_blocks_are_within_rounding_bound(twins: tuple[Qwen3_5Model, Qwen
             assert spread < SPREAD, f"{twins[0].spec.name}, {what}: {name}: {spread}"
 
 
-def test_small_float32_models_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
-    check_against_the_cpu(
-        write_agreeing_four_bit_checkpoint(tmp_path, num_hidden_layers=4, full_attention_interval=2), cuda
-    )
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_small_float32_models_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "full_attention_interval": 2}
+    check_against_the_cpu(write_agreeing_four_bit_checkpoint(tmp_path, "int4", family, **sizes), cuda)
 
 
-def test_model_streams_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
-    checkpoint = write_agreeing_four_bit_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2)
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_model_streams_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    checkpoint = write_agreeing_four_bit_checkpoint(tmp_path, "int4", family, **sizes)
     check_streams(checkpoint, cuda)

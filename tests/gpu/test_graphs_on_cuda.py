@@ -44,6 +44,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "experts in FP8": lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL),
     "FP8 pages": lambda directory: write_agreeing_checkpoint(directory, **SMALL),
     "4 bits": lambda directory: write_agreeing_four_bit_checkpoint(directory, **SMALL),
+    "experts in 4 bits": lambda directory: write_agreeing_four_bit_checkpoint(directory, "int4", "moe", **SMALL),
 }
 
 
@@ -58,6 +59,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
         ("experts", torch.bfloat16, 4),
         ("experts in FP8", torch.bfloat16, 5),
         ("4 bits", torch.bfloat16, 6),
+        ("experts in 4 bits", torch.bfloat16, 9),
         ("FP8 pages", torch.bfloat16, 7),
         ("FP8 pages", torch.float32, 8),
     ],

@@ -18,7 +18,7 @@ FORMS = (
 )
 
 
-def random_weight(form: FourBitForm, shape: tuple[int, int], seed: int) -> FourBit:
+def random_weight(form: FourBitForm, shape: tuple[int, ...], seed: int) -> FourBit:
     """All codes, zero points and scales are equally frequent; those of floats have subnormals and zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = form.empty(shape, torch.device("cpu"))
@@ -27,7 +27,7 @@ def random_weight(form: FourBitForm, shape: tuple[int, int], seed: int) -> FourB
         scales = torch.randint(0, 0x7F, weight.scales.shape, generator=generator, dtype=torch.uint8)
         weight.scales.copy_(scales.view(FP8))
         assert weight.multipliers is not None
-        weight.multipliers.copy_(torch.rand(shape[0], generator=generator) * 1e-3)
+        weight.multipliers.copy_(torch.rand(shape[:-1], generator=generator) * 1e-3)
     else:
         weight.scales.copy_(torch.rand(weight.scales.shape, generator=generator) * 0.1 + 0.01)
     if weight.zeros is not None:
@@ -71,13 +71,40 @@ def test_filled_cut_and_stacked_tiles_are_those_rows_and_columns(form: FourBitFo
         assert stacked.nbytes == 2 * filled.nbytes + other.nbytes
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_stack_of_tiles_is_its_matrices(form: FourBitForm) -> None:
+    """Filled as loaders do, expert by expert and gate apart from up, cut to some experts and columns, as ranks do."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        shape = (rng.randint(1, 4), 16 * rng.randint(1, 3), 128 * rng.randint(1, 3))
+        print(f"seed {seed} {shape}")
+        weight = random_weight(form, shape, seed)
+        assert torch.equal(FourBitTiles.of(weight).dequantize(), weight.dequantize())
+        filled, half = FourBitTiles.empty(form, shape, torch.device("cpu")), shape[1] // 2
+        for expert in range(shape[0]):
+            for rows in (slice(0, half), slice(half, shape[1])):
+                filled.fill((expert, rows), weight.cut((expert, rows)))
+        assert filled.shape == weight.shape
+        assert filled.nbytes == weight.nbytes
+        assert torch.equal(filled.dequantize(), weight.dequantize())
+        assert torch.equal(filled.rows().dequantize(), weight.dequantize())
+        assert torch.equal(filled.matrix(shape[0] - 1).dequantize(), weight.dequantize()[-1])
+        some, columns = slice(shape[0] - 1, shape[0]), slice(shape[2] - 128, shape[2])
+        part = filled.cut((some, slice(8, 16), columns))
+        assert torch.equal(part.dequantize(), weight.dequantize()[some, 8:16, columns])
+        again = FourBitTiles.empty(form, shape, torch.device("cpu"))
+        again.fill((), filled)
+        assert torch.equal(again.dequantize(), weight.dequantize())
+
+
 def test_only_whole_tiles_of_published_groups_have_tiles() -> None:
     int4, nvfp4 = FORMS[0], FORMS[2]
     assert has_tiles(int4, (16, 256))
     assert has_tiles(nvfp4, (16, 256))
     assert not has_tiles(int4, (24, 256))
     assert not has_tiles(int4, (16, 192))
-    assert not has_tiles(int4, (4, 16, 256))
+    assert has_tiles(int4, (4, 16, 256))
+    assert not has_tiles(int4, (16, 4, 256))
     assert not has_tiles(FourBitForm(kind="int4", group=32), (16, 256))
 
 

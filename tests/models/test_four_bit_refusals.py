@@ -571,7 +571,7 @@ def test_packed_projections_in_4_bits_are_refused(tmp_path: Path) -> None:
     ("layout", "what"),
     [
         ("gptq, asymmetric, zero of the first version", r"weights of \[256, 128\] in int4 in groups of 32 .* \(.*\)"),
-        ("modelopt, mixed, one file, moe", r"4-bit experts \(model.layers.0.mlp.experts.gate_up_proj\)"),
+        ("awq, moe", r"weights of \[4, 256, 128\] in int4 in groups of 32 with zero points \(.*experts.gate_up_proj\)"),
     ],
 )
 def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_path: Path) -> None:
@@ -586,13 +586,22 @@ def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_pa
         rehearsal(EngineConfig(model=str(stored)), stored)
 
 
-@pytest.mark.parametrize("layout", ["gptq, official", "awq", "compressed-tensors, nvfp4 and 8-bit rows"])
-def test_a_gpu_holds_weights_of_whole_tiles_in_tiles(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "module"),
+    [
+        ("gptq, official", "down_proj.weight"),
+        ("awq", "down_proj.weight"),
+        ("compressed-tensors, nvfp4 and 8-bit rows", "down_proj.weight"),
+        ("modelopt, mixed, one file, moe", "experts.down_proj"),
+        ("compressed-tensors, int4 g128, asymmetric, moe, MTP plain", "experts.gate_up_proj"),
+    ],
+)
+def test_a_gpu_holds_weights_of_whole_tiles_in_tiles(layout: str, module: str, tmp_path: Path) -> None:
     """As many bytes as row by row."""
     stored, _ = LAYOUTS[layout].write(tmp_path)
     parameters = parameters_of(load_text_config(stored).with_mtp_layers(0), dtype=torch.bfloat16)
     tiles = {name: weight for name, weight in parameters.items() if isinstance(weight, FourBitTiles)}
-    assert "model.layers.0.mlp.down_proj.weight" in tiles
+    assert f"model.layers.0.mlp.{module}" in tiles
     for weight in tiles.values():
         assert weight.nbytes == weight.form.empty(tuple(weight.shape), torch.device("meta")).nbytes
 

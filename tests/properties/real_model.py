@@ -82,13 +82,23 @@ def write_agreeing_fp8_checkpoint(directory: Path, family: Family = "dense", **o
     return directory / "fp8"
 
 
-WHOLE_TILES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "linear_num_value_heads": 8}
-"""Sizes of a dense model whose quantised matrices have whole tiles (kernels/four_bit_tiles.py)."""
+WHOLE_TILES: dict[Family, dict[str, Any]] = {
+    "dense": {"hidden_size": 128, "linear_num_value_heads": 8, "intermediate_size": 256},
+    "moe": {
+        "hidden_size": 128,
+        "linear_num_value_heads": 8,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+}
+"""Sizes of models whose quantised matrices have whole tiles (kernels/four_bit_tiles.py)."""
 
 
-def write_agreeing_four_bit_checkpoint(directory: Path, target: str = "int4", **overrides: Any) -> Path:
+def write_agreeing_four_bit_checkpoint(
+    directory: Path, target: str = "int4", family: Family = "dense", **overrides: Any
+) -> Path:
     """`write_agreeing_checkpoint` of sizes that are whole tiles, with what `target` quantises in 4 bits."""
-    full = write_agreeing_checkpoint(directory / "full", "dense", **WHOLE_TILES | overrides)
+    full = write_agreeing_checkpoint(directory / "full", family, **WHOLE_TILES[family] | overrides)
     assert cli.main(["quantize", str(full), str(directory / target), "--to", target]) == 0
     return directory / target
 

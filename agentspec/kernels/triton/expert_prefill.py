@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights
+from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.expert_groups import group_pairs
+from agentspec.kernels.triton.four_bit_experts import in_plain
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, takes_fp8
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
@@ -101,7 +103,10 @@ def _routed_parts(
     if not is_scaled:
         # Converts whole stacks to the activation dtype. With 8-bit weights this happens only for models too small for
         # 8-bit activations, or for float32 activations.
-        gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
+        gate_up, down = (
+            in_plain(weight, dtype) if isinstance(weight, FourBitTiles) else Plain(weight.dequantize(dtype))
+            for weight in (gate_up, down)
+        )
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_held, block_m, all_held=all_held)
     most = shared_bytes(weights_NJ.device)

@@ -79,7 +79,7 @@ def gate_up(tiles: Tiles, x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight 
         x_NH,
         *_operands(weight_X2IH),
         *_operands(shared_2IH),
-        *_lists(visits),
+        *lists_of(visits),
         num_tokens,
         weight_X2IH.shape[0],
         width,
@@ -104,7 +104,7 @@ def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | Non
         h_PI,
         *_operands(weight_XHI),
         *_operands(shared_HI),
-        *_lists(visits),
+        *lists_of(visits),
         visits.weights_NC,
         visits.ids_NC.shape[0],
         num_experts,
@@ -145,7 +145,8 @@ def _block_rows(weight: Weight) -> int:
     return weight.block_rows if isinstance(weight, BlockScaled) else SCALE_BLOCK
 
 
-def _lists(visits: Visits) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def lists_of(visits: Visits) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(ids, pairs, tiles) as the kernels take them."""
     if visits.groups is None:
         return visits.ids_NC, None, None
     return visits.ids_NC, visits.groups.pairs_P, visits.groups.tiles_T4

@@ -160,7 +160,7 @@ def launch_product(
         num_rows // (1 + is_swiglu),
         GROUPS=depth // TILE_COLUMNS,
         SPLIT=plan.split,
-        FORMAT="int4 zeros" if weight_OK.form.has_zeros else weight_OK.form.kind,
+        FORMAT=weight_OK.form.format,
         SWIGLU=is_swiglu,
         BLOCK_O=plan.block_o,
         BLOCK_M=plan.block_m,
@@ -182,17 +182,17 @@ def prompt_product(x_NK: Tensor, weight_OK: FourBitTiles, out_NO: Tensor) -> Non
         torch.mm(x_NK, expanded(weight_OK.cut((rows,)), x_NK.dtype).t(), out=out_NO[:, rows])
 
 
-def expanded(weight_OK: FourBitTiles, dtype: torch.dtype) -> Tensor:
-    """`weight_OK.dequantize(dtype)`, in one launch."""
-    num_rows, depth = weight_OK.shape
-    out = torch.empty(num_rows, depth, dtype=dtype, device=weight_OK.device)
-    form = weight_OK.form
-    _expand_kernel[(num_rows // TILE_ROWS, depth // TILE_COLUMNS)](
+def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:
+    """`weight.dequantize(dtype)` of a weight [..., O, K], in one launch."""
+    depth, form = weight.shape[-1], weight.form
+    assert weight.values.is_contiguous()
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    _expand_kernel[(out.numel() // depth // TILE_ROWS, depth // TILE_COLUMNS)](
         out,
-        weight_OK.values,
-        weight_OK.scales,
-        weight_OK.zeros,
-        weight_OK.multipliers,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        weight.multipliers,
         depth,
         IS_FLOAT=form.kind == "e2m1",
         num_warps=4,

@@ -31,8 +31,6 @@ from agentspec.kernels.triton.launch import await_previous, release_next
 _COLUMNS = gl.constexpr(TILE_COLUMNS)
 _WORDS = gl.constexpr(128)
 """32-bit words of a tile."""
-_SCALES = gl.constexpr(64)
-"""Scales of a tile of floats; a tile of integers has one for each row."""
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 _barrier = tl.debug_barrier
@@ -77,10 +75,16 @@ _E2M1 = gl.constexpr(_HEAD + _e2m1_word(0, 8, 10) + _e2m1_word(4, 9, 11) + "}")
 
 
 @gluon.constexpr_function
-def _mma_layout(num_shares: int, num_warps: int) -> gl.NVMMADistributedLayout:
+def mma_layout(num_shares: int, num_warps: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[num_shares, num_warps // num_shares, 1], instr_shape=[1, 16, 8]
     )
+
+
+@gluon.constexpr_function
+def tokens_layout(num_shares: int, num_warps: int) -> gl.SliceLayout:
+    """Of a value for each token, as the other operand has them."""
+    return axis_layout(gl.DotOperandLayout(1, mma_layout(num_shares, num_warps), 8), 2, 3)
 
 
 @gluon.constexpr_function
@@ -103,7 +107,7 @@ def _words_layout(num_shares: int, num_blocks: int, num_warps: int) -> gl.Distri
 
 
 @gluon.constexpr_function
-def _axis(layout: gl.DistributedLayout, axis: int, rank: int) -> gl.SliceLayout:
+def axis_layout(layout: gl.DistributedLayout, axis: int, rank: int) -> gl.SliceLayout:
     """The layout of one axis."""
     for other in range(rank - 1, -1, -1):
         if other != axis:
@@ -112,9 +116,9 @@ def _axis(layout: gl.DistributedLayout, axis: int, rank: int) -> gl.SliceLayout:
 
 
 @gluon.jit
-def _index(SIZE: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def index_along(SIZE: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """0 to SIZE - 1 along an axis of LAYOUT, 1 along the others."""
-    index = gl.arange(0, SIZE, layout=_axis(LAYOUT, AXIS, RANK))
+    index = gl.arange(0, SIZE, layout=axis_layout(LAYOUT, AXIS, RANK))
     for axis in gl.static_range(RANK):
         if axis != AXIS:
             index = gl.expand_dims(index, axis)
@@ -189,19 +193,15 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
     tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
     if FAR > 0:
         _prefetch_shares(words, tile, part, num_outputs, GROUPS, SPLIT, SWIGLU, NUM_BLOCKS, AHEAD, SHARES, FAR, WARPS)
-    acc = _walk(
-        x, x_stride, words, scales, zeros, tile, part, num_tokens, num_outputs, GROUPS, SPLIT, FORMAT, SWIGLU,
-        NUM_BLOCKS, BLOCK_M, AHEAD, SHARES, WARPS, PDL,
+    m = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=tokens_layout(SHARES, WARPS))
+    acc_OM = walk(
+        x, m * x_stride, m < num_tokens, words, scales, zeros, multipliers, tile, part, num_outputs, GROUPS, SPLIT,
+        FORMAT, SWIGLU, NUM_BLOCKS, BLOCK_M, AHEAD, SHARES, WARPS, False, PDL,
     )  # fmt: skip
-    acc_OM = gl.sum(acc, axis=0)
-    FLAT: gl.constexpr = gl.SliceLayout(0, _mma_layout(SHARES, WARPS))
-    if FORMAT == "e2m1":
-        o = _index(BLOCK_O, 0, 2, FLAT)
-        o_multiplier = gl.load(multipliers + _block(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
-        acc_OM *= o_multiplier * 256.0
+    FLAT: gl.constexpr = gl.SliceLayout(0, mma_layout(SHARES, WARPS))
     if SPLIT > 1:
         unit = gl.program_id(1) * (gl.num_programs(0) // SPLIT) + tile
-        place = _index(BLOCK_O, 0, 2, FLAT) * BLOCK_M + _index(BLOCK_M, 1, 2, FLAT)
+        place = index_along(BLOCK_O, 0, 2, FLAT) * BLOCK_M + index_along(BLOCK_M, 1, 2, FLAT)
         place = partial + unit * (SPLIT * BLOCK_O * BLOCK_M) + place
         gl.store(place + part * (BLOCK_O * BLOCK_M), acc_OM)
         # The barrier orders every thread's store before the one thread's release.
@@ -233,33 +233,35 @@ def _prefetch_shares(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _walk(  # type: ignore[no-untyped-def]
-    x, x_stride, words, scales, zeros, tile, part, num_tokens, num_outputs, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
-    FORMAT: gl.constexpr, SWIGLU: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr,
-    SHARES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
+def walk(  # type: ignore[no-untyped-def]
+    x, m_offset, m_is_real, words, scales, zeros, multipliers, tile, part, num_outputs, GROUPS: gl.constexpr,
+    SPLIT: gl.constexpr, FORMAT: gl.constexpr, SWIGLU: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
+    AHEAD: gl.constexpr, SHARES: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """Return each share's sum over its columns, float32 [SHARES, rows, BLOCK_M]; of floats without the multipliers.
-    Awaits the previous kernel."""
-    MMA: gl.constexpr = _mma_layout(SHARES, WARPS)
+    """Return a tile's sums over a part of the columns, float32 [rows, BLOCK_M]. Awaits the previous kernel once the
+    first weights are asked for. m_offset, m_is_real: of each token, where its inputs begin in x, and whether it has
+    any; in `tokens_layout`. UNROLL: of few groups, so that nothing is asked for again after the last ones."""
+    MMA: gl.constexpr = mma_layout(SHARES, WARPS)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     W: gl.constexpr = _words_layout(SHARES, NUM_BLOCKS, WARPS)
     PARTS: gl.constexpr = SPLIT * SHARES
     EVEN: gl.constexpr = GROUPS % (PARTS * AHEAD) == 0
     STEPS: gl.constexpr = ((GROUPS + PARTS - 1) // PARTS + AHEAD - 1) // AHEAD
-    SCALES: gl.constexpr = _SCALES if FORMAT == "e2m1" else 8
+    SCALES: gl.constexpr = scales_of(FORMAT)
 
-    block = _block(tile, _index(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
-    g, t, i = _index(8, 2, 5, W), _index(4, 3, 5, W), _index(4, 4, 5, W)
-    share = part * SHARES + _index(SHARES, 0, 5, W)
+    block = _block(tile, index_along(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
+    g, t, i = index_along(8, 2, 5, W), index_along(4, 3, 5, W), index_along(4, 4, 5, W)
+    share = part * SHARES + index_along(SHARES, 0, 5, W)
     w_begin, w_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
     word_at = words + (block * (GROUPS * _WORDS) + g * 16 + t * 4 + i)
-    row, share = _index(NUM_BLOCKS * 8, 1, 3, MMA), part * SHARES + _index(SHARES, 0, 3, MMA)
+    row, share = index_along(NUM_BLOCKS * 8, 1, 3, MMA), part * SHARES + index_along(SHARES, 0, 3, MMA)
     if FORMAT == "e2m1":
         scale_at, s_begin, s_end = scales + (block * (GROUPS * SCALES) + g * 8 + t // 2 * 4 + i), w_begin, w_end
     else:
         row_block = _block(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
         s_begin, s_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
         scale_at = scales + row_block * (GROUPS * SCALES) + row % 8
+    zero_at = None
     if FORMAT == "int4 zeros":
         zero_at = zeros + (block * (GROUPS * 8) + g + t * 0 + i * 0)
     w_next, s_next, z_next = (), (), ()
@@ -270,35 +272,70 @@ def _walk(  # type: ignore[no-untyped-def]
             z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN) * 8),)
     _await_previous(PDL)
 
-    m = gl.program_id(1) * BLOCK_M + _index(BLOCK_M, 2, 3, B)
-    share, k = part * SHARES + _index(SHARES, 0, 3, B), _index(128, 1, 3, B)
+    share, k = part * SHARES + index_along(SHARES, 0, 3, B), index_along(128, 1, 3, B)
     x_begin, x_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
-    x_at = x + m * x_stride + k
-    is_token = (m < num_tokens) & (k < 128) & (share >= 0)
+    x_at = x + gl.expand_dims(gl.expand_dims(m_offset, 0), 1) + k
+    is_token = gl.expand_dims(gl.expand_dims(m_is_real, 0), 1) & (k < 128) & (share >= 0)
     x_next = gl.load(x_at + x_begin * _COLUMNS, mask=is_token, other=0.0)
     acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
-    for step in range(0, STEPS * AHEAD, AHEAD):
-        w_now, s_now, z_now = w_next, s_next, z_next
-        w_next, s_next, z_next = (), (), ()
-        for n in gl.static_range(AHEAD):
-            x_now, later = x_next, step + AHEAD + n
+    if UNROLL:
+        for step in gl.static_range(0, STEPS * AHEAD, AHEAD):
+            acc, x_next, w_next, s_next, z_next = _step(
+                acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA,
+                step + AHEAD >= STEPS * AHEAD,
+            )  # fmt: skip
+    else:
+        for step in range(0, STEPS * AHEAD, AHEAD):
+            acc, x_next, w_next, s_next, z_next = _step(
+                acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, False,
+            )  # fmt: skip
+    acc_OM = gl.sum(acc, axis=0)
+    if FORMAT == "e2m1":
+        o = index_along(NUM_BLOCKS * 8, 0, 2, gl.SliceLayout(0, MMA))
+        o_multiplier = gl.load(multipliers + _block(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
+        acc_OM *= o_multiplier * 256.0
+    return acc_OM
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, x_next, w_now, s_now, z_now, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end, scale_at, s_begin,
+    s_end, zero_at, FORMAT: gl.constexpr, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
+    AHEAD: gl.constexpr, EVEN: gl.constexpr, MMA: gl.constexpr, IS_LAST: gl.constexpr
+):  # fmt: skip
+    """Multiply AHEAD groups, and ask for the next ones unless these are the last. Return (acc, x, words, scales, zero
+    points), those of the next step."""
+    w_next, s_next, z_next = (), (), ()
+    for n in gl.static_range(AHEAD):
+        x_now, later = x_next, step + AHEAD + n
+        if not IS_LAST or n + 1 < AHEAD:
             is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
             x_next = gl.load(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, mask=is_in, other=0.0)
-            if FORMAT == "int4 zeros":
-                parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
-            else:
-                parts = _decoded(w_now[n], s_now[n], None, FORMAT)
-            operand = _operand(parts, SHARES, NUM_BLOCKS, MMA)
+        if FORMAT == "int4 zeros":
+            parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
+        else:
+            parts = _decoded(w_now[n], s_now[n], None, FORMAT)
+        operand = _operand(parts, SHARES, NUM_BLOCKS, MMA)
+        if not IS_LAST:
             w_next += (gl.load(word_at + _group(w_begin, later, w_end, False) * _WORDS, cache_modifier=".cg"),)
-            if FORMAT == "e2m1":
-                acc = mma_v2(operand, x_now, acc)
-            else:
-                group_sum = mma_v2(operand, x_now, gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA))
-                acc = gl.fma(group_sum, s_now[n].to(gl.float32), acc)
-            s_next += (gl.load(scale_at + _group(s_begin, later, s_end, False) * SCALES),)
+        if FORMAT == "e2m1":
+            acc = mma_v2(operand, x_now, acc)
+        else:
+            group_sum = mma_v2(operand, x_now, gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA))
+            acc = gl.fma(group_sum, s_now[n].to(gl.float32), acc)
+        if not IS_LAST:
+            s_next += (gl.load(scale_at + _group(s_begin, later, s_end, False) * scales_of(FORMAT)),)
             if FORMAT == "int4 zeros":
                 z_next += (gl.load(zero_at + _group(w_begin, later, w_end, False) * 8),)
-    return acc
+    return acc, x_next, w_next, s_next, z_next
+
+
+@gluon.constexpr_function
+def scales_of(format: str) -> int:
+    """Scales of a tile."""
+    return 64 if format == "e2m1" else 8
 
 
 @gluon.jit
@@ -324,8 +361,15 @@ def _group(begin, step, end, IS_IN: gl.constexpr):  # type: ignore[no-untyped-de
 
 
 @gluon.constexpr_function
-def _layout_of(x):  # type: ignore[no-untyped-def]
+def layout_of(x):  # type: ignore[no-untyped-def]
     return x.type.layout
+
+
+@gluon.jit
+def gated(acc_OM, BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up of a tile of SwiGLU: [BLOCK_O / 2, BLOCK_M]. Moves nothing."""
+    gate, up = gl.split(acc_OM.reshape((BLOCK_O // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))
+    return (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_O // 2, BLOCK_M))
 
 
 @gluon.jit
@@ -337,11 +381,10 @@ def _finish(  # type: ignore[no-untyped-def]
     ROWS: gl.constexpr = BLOCK_O // 2 if SWIGLU else BLOCK_O
     y = acc_OM
     if SWIGLU:
-        gate, up = gl.split(acc_OM.reshape((BLOCK_O // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))
-        y = (gate / (1.0 + gl.exp(-gate)) * up).reshape((ROWS, BLOCK_M))
-    LAYOUT: gl.constexpr = _layout_of(y)
-    n = gl.program_id(1) * BLOCK_M + _index(BLOCK_M, 1, 2, LAYOUT)
-    o = tile * ROWS + _index(ROWS, 0, 2, LAYOUT)
+        y = gated(acc_OM, BLOCK_O, BLOCK_M)
+    LAYOUT: gl.constexpr = layout_of(y)
+    n = gl.program_id(1) * BLOCK_M + index_along(BLOCK_M, 1, 2, LAYOUT)
+    o = tile * ROWS + index_along(ROWS, 0, 2, LAYOUT)
     is_token = (n < num_tokens) & (o >= 0)
     if residual is not None:
         y += gl.load(residual + n * num_outputs + o, mask=is_token, other=0.0).to(gl.float32)

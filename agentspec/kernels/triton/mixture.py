@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights, Norm
-from agentspec.kernels.triton import experts, side_stream
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton import experts, four_bit_experts, side_stream
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.expert_prefill import add_experts_prefill, takes_scaled
 from agentspec.kernels.triton.experts import FEW_TOKENS, Tiles, Visits
@@ -36,6 +37,9 @@ _FASTEST: tuple[tuple[int, Placement], ...] = ((4, "among"), (16, "beside"), (MO
 FP8 on an H100."""
 _MOST_TOKENS_BESIDE = 32
 """Otherwise: the second stream pays while a step is short compared with its launches."""
+
+_MOST_TOKENS_BY_EIGHTS = 64
+"""Of 35B-A3B's experts hardly any is then visited by more than eight tokens."""
 
 
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
@@ -93,7 +97,9 @@ def shared_matches_routed(weights: MixtureWeights) -> bool:
     return all(shared.shape == routed.shape[1:] and _form(shared) == _form(routed) for shared, routed in pairs)
 
 
-def _form(weight: Weight) -> tuple[torch.dtype, int]:
+def _form(weight: Weight) -> object:
+    if isinstance(weight, FourBitTiles):
+        return weight.form
     return (
         (weight.values.dtype, weight.block_rows)
         if isinstance(weight, BlockScaled)
@@ -106,23 +112,47 @@ def _parts(routing: Routing, weights: MixtureWeights, *, visit_shared: bool) -> 
     assert isinstance(routing.normed, Tensor)
     x_NH, num_tokens = routing.normed, len(routing.normed)
     num_experts = weights.gate_up_X2IH.shape[0] + int(visit_shared)
-    visits = visits_of(routing, num_experts, all_held=weights.first_expert is None)
+    block_m = visits_per_program(num_tokens, weights.gate_up_X2IH)
+    visits = visits_of(routing, num_experts, block_m, all_held=weights.first_expert is None)
     shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
-    h_PI = experts.gate_up(
-        gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits
-    )
-    return experts.down(down_tiles(weights.down_XHI, x_NH.dtype, num_tokens), h_PI, weights.down_XHI, shared_HI, visits)
+    return _down(_gate_up(x_NH, weights.gate_up_X2IH, shared_2IH, visits), weights.down_XHI, shared_HI, visits)
+
+
+def _gate_up(x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight | None, visits: Visits) -> Tensor:
+    if four_bit_experts.takes_decoded(weight_X2IH, x_NH.dtype):
+        plan = four_bit_experts.gate_up_plan(weight_X2IH.shape[1] // 2, weight_X2IH.shape[2], visits.block_m)
+        return four_bit_experts.gate_up(plan, x_NH, weight_X2IH, shared_2IH, visits)
+    weight_X2IH = four_bit_experts.in_plain(weight_X2IH, x_NH.dtype)
+    shared_2IH = None if shared_2IH is None else four_bit_experts.in_plain(shared_2IH, x_NH.dtype)
+    tiles = gate_up_tiles(weight_X2IH, x_NH.dtype, len(visits.ids_NC))
+    return experts.gate_up(tiles, x_NH, weight_X2IH, shared_2IH, visits)
+
+
+def _down(h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | None, visits: Visits) -> Tensor:
+    if four_bit_experts.takes_decoded(weight_XHI, h_PI.dtype):
+        plan = four_bit_experts.down_plan(weight_XHI.shape[1], weight_XHI.shape[2], visits.block_m)
+        return four_bit_experts.down(plan, h_PI, weight_XHI, shared_HI, visits)
+    weight_XHI = four_bit_experts.in_plain(weight_XHI, h_PI.dtype)
+    shared_HI = None if shared_HI is None else four_bit_experts.in_plain(shared_HI, h_PI.dtype)
+    tiles = down_tiles(weight_XHI, h_PI.dtype, len(visits.ids_NC))
+    return experts.down(tiles, h_PI, weight_XHI, shared_HI, visits)
 
 
 def _shared_expert(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     return linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
 
 
-def visits_of(routing: Routing, num_experts: int, *, all_held: bool = True) -> Visits:
+def visits_per_program(num_tokens: int, weight_X2IH: Weight) -> int:
+    """Among few tokens, any of which may visit an expert, as many as there are. Products with 4-bit weights have little
+    to do but decode them, and several programs may decode the same."""
+    most = _MOST_TOKENS_BY_EIGHTS if isinstance(weight_X2IH, FourBitTiles) and num_tokens > FEW_TOKENS else 8
+    return 8 if num_tokens <= most else 16
+
+
+def visits_of(routing: Routing, num_experts: int, block_m: int, *, all_held: bool = True) -> Visits:
     """Group the visits by expert where the kernels need it. num_experts: includes the shared one if it is visited.
-    all_held: as in Visits."""
+    block_m, all_held: as in Visits."""
     num_tokens = routing.ids_NC.shape[0]
-    block_m = 8 if num_tokens <= 8 else 16
     groups = None
     if num_tokens > FEW_TOKENS:
         groups = group_pairs(routing.ids_NC, num_experts, block_m, all_held=all_held)

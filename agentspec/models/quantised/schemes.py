@@ -94,8 +94,6 @@ class FourBitScheme:
         return self.form.quantize(values)
 
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
-        if "expert" in name:
-            return "4-bit experts"
         return None if kernels.has_tiles(self.form, shape) else f"weights of {list(shape)} in {self.form}"
 
     def with_scales_of(self, dtype: str) -> kernels.FourBitForm:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from agentspec.kernels.triton import four_bit_layers
+from typing import Any
+
+from agentspec.kernels.triton import four_bit_experts, four_bit_layers
+from agentspec.kernels.triton.experts_four_bit import four_bit_down_kernel, four_bit_gate_up_kernel
+from agentspec.kernels.triton.four_bit_layers import FourBitPlan
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, on_targets
 
@@ -67,7 +71,74 @@ def _expand(form: str) -> CompileCase:
     )
 
 
+def _experts(
+    form: str,
+    kernel: Any,
+    rows: int,
+    depth: int,
+    *,
+    block_m: int,
+    in_tiles: bool = False,
+    shared: bool = True,
+    plan: FourBitPlan | None = None,
+) -> CompileCase:
+    """rows: of an expert's matrix. in_tiles: the visits are listed by expert. shared: the shared expert is among the
+    routed."""
+    is_down = kernel is four_bit_down_kernel
+    if plan is None and is_down:
+        plan = four_bit_experts.down_plan(rows, depth, block_m)
+    elif plan is None:
+        plan = four_bit_experts.gate_up_plan(rows // 2, depth, block_m)
+    types = {
+        **dict.fromkeys(("h", "x"), "*bf16"),
+        **dict.fromkeys(("parts", "weights", "multipliers", "shared_multipliers"), "*fp32"),
+        **dict.fromkeys(("ids", "pairs", "tiles", "words", "shared_words"), "*i32"),
+        **dict.fromkeys(("scales", "shared_scales"), "*u8" if form == "e2m1" else "*bf16"),
+        **dict.fromkeys(("zeros", "shared_zeros"), "*u8"),
+    }
+    absent = [] if in_tiles else ["pairs", "tiles"]
+    absent += [] if form == "int4 zeros" else ["zeros", "shared_zeros"]
+    absent += [] if form == "e2m1" else ["multipliers", "shared_multipliers"]
+    absent += [] if shared else [f"shared_{part}" for part in ("words", "scales", "zeros", "multipliers")]
+    constexprs = dict.fromkeys(absent) | {
+        "C": 8 + shared,
+        "GROUPS": depth // 128,
+        "FORMAT": form,
+        "BLOCK_O": plan.block_o,
+        "BLOCK_M": plan.block_m,
+        "AHEAD": plan.ahead,
+        "SHARES": plan.shares,
+        "UNROLL": True,
+        "WARPS": plan.warps,
+    }
+    names = [name for name in kernel.arg_names if name not in constexprs and name != "PDL"]
+    product, listed = "down" if is_down else "gate_up", " listed" * in_tiles + " alone" * (not shared)
+    return CompileCase(
+        name=f"four_bit experts {product} {form} {rows} x {depth} M={block_m}{listed} "
+        f"{plan.block_o}/{plan.shares}/{plan.warps}/{plan.ahead}",
+        kernel=kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs=constexprs,
+        num_warps=plan.warps,
+        multiples_of_16=("width", "num_outputs"),
+        instructions=("mma.sync.aligned.m16n8k16", "ld.global.cg.v4"),
+    )
+
+
 CASES = [
+    *(
+        case
+        for form in _FORMATS
+        for block_m, in_tiles in ((8, False), (8, True), (16, True))
+        for case in (
+            _experts(form, four_bit_gate_up_kernel, 1024, 2048, block_m=block_m, in_tiles=in_tiles),
+            _experts(form, four_bit_down_kernel, 2048, 512, block_m=block_m, in_tiles=in_tiles),
+        )
+    ),
+    *(_experts(form, four_bit_gate_up_kernel, 1024, 2048, block_m=8, shared=False) for form in _FORMATS),
+    *(_experts(form, four_bit_down_kernel, 2048, 512, block_m=8, shared=False) for form in _FORMATS),
+    _experts("int4", four_bit_gate_up_kernel, 2048, 4096, block_m=8),
+    _experts("int4", four_bit_down_kernel, 4096, 1024, block_m=8),
     *(
         case
         for form in _FORMATS

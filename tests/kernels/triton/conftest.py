@@ -8,9 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentspec.kernels.triton import four_bit_layers, gated_delta_ring
+from agentspec.kernels.triton import four_bit_experts, four_bit_layers, gated_delta_ring
 from agentspec.kernels.triton.launch import INTERPRETED
-from tests.kernels.triton.gluon_in_interpreter import interpreted_four_bit, interpreted_ring_step
+from tests.kernels.triton.gluon_in_interpreter import (
+    interpreted_four_bit,
+    interpreted_four_bit_experts,
+    interpreted_ring_step,
+)
 from tests.kernels.triton.poison import poison_new_memory
 from tests.kernels.triton.quick_interpreter import make_quick
 
@@ -27,6 +31,9 @@ def _quick_interpreter() -> Iterator[None]:
             make_quick(patch)
             patch.setattr(gated_delta_ring, "_gated_delta_ring_step", interpreted_ring_step())
             patch.setattr(four_bit_layers, "four_bit_kernel", interpreted_four_bit())
+            gate_up, down = interpreted_four_bit_experts()
+            patch.setattr(four_bit_experts, "four_bit_gate_up_kernel", gate_up)
+            patch.setattr(four_bit_experts, "four_bit_down_kernel", down)
         yield
 
 

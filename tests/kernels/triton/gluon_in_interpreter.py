@@ -1,6 +1,6 @@
-"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py and linear_four_bit.py in Triton's interpreter,
-which does not support Gluon. Shared memory, barriers, copies and matrix units are replaced by plain operations, which
-also check the synchronization whose absence a GPU would not report.
+"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py, linear_four_bit.py and experts_four_bit.py in
+Triton's interpreter, which does not support Gluon. Shared memory, barriers, copies and matrix units are replaced by
+plain operations, which also check the synchronization whose absence a GPU would not report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from agentspec.kernels.four_bit import E2M1
 from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS
-from agentspec.kernels.triton import gated_delta_ring, linear_four_bit, prefill_attention_hopper
+from agentspec.kernels.triton import experts_four_bit, gated_delta_ring, linear_four_bit, prefill_attention_hopper
 
 
 class _Buffer:
@@ -295,12 +295,26 @@ def interpreted_ring_step() -> Any:
 
 def interpreted_four_bit() -> Any:
     """The kernel of linear_four_bit.py. Decoded weights and activations are float32 here."""
+    return _Kernel(_four_bit_names()["four_bit_kernel"])
+
+
+def interpreted_four_bit_experts() -> tuple[Any, Any]:
+    """The kernels of experts_four_bit.py: gate and up, down."""
+    names = _interpreted(experts_four_bit, None)
+    walk = _four_bit_names()
+    names.update({name: walk[name] for name in ("walk", "gated", "index_along", "layout_of", "scales_of")})
+    names["mma_layout"] = names["tokens_layout"] = lambda *_: "registers"
+    return _Kernel(names["four_bit_gate_up_kernel"]), _Kernel(names["four_bit_down_kernel"])
+
+
+def _four_bit_names() -> dict[str, Any]:
+    """What linear_four_bit.py defines."""
     names = _interpreted(linear_four_bit, None, mma_v2=lambda a, b, sums: sums + tl.dot(a, b.to(tl.float32)))
     names["_barrier"] = lambda: None
-    names["_layout_of"] = lambda _: "registers"
+    names["layout_of"] = lambda _: "registers"
     names["_prefetch"] = lambda *_: None
     names["_decoded"] = _decoded
-    return _Kernel(names["four_bit_kernel"])
+    return names
 
 
 def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:

@@ -186,7 +186,7 @@ def test_all_tokens_may_visit_one_expert(device: torch.device) -> None:
         x, _ = inputs(num_tokens, 64, 3, device, torch.float32)
         ids = torch.full((num_tokens, 1), 5, dtype=torch.int32, device=device)
         visit_weights = torch.linspace(0.5, 1.5, num_tokens, device=device)[:, None]
-        visits = mixture.visits_of(Routing(ids_NC=ids, weights_NC=visit_weights, gate_N=None, normed=x), 6)
+        visits = mixture.visits_of(Routing(ids_NC=ids, weights_NC=visit_weights, gate_N=None, normed=x), 6, 16)
         tiles = Tiles(block_o=32, block_k=32, warps=4, stages=2)
         parts = experts.down(
             tiles, experts.gate_up(tiles, x, weights.gate_up_X2IH, None, visits), weights.down_XHI, None, visits
