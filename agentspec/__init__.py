@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ __all__ = [
 
 
 def version() -> str:
+    from importlib import metadata  # late: it imports the parts of a mail reader
+
     return metadata.version(DISTRIBUTION)
 
 

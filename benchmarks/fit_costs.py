@@ -5,6 +5,11 @@ Writes agentspec/simulate/model_costs.json and replaces the models of SAMPLES. T
 median of what the context adds to a pass; that of a token of context in a decode step likewise. The tables hold the
 remaining time of each sample, so the fit reproduces each measured pass and step. Prints samples that are far from the
 fit.
+
+Samples may hold parts only (`python -m benchmarks.step_costs --only steps`): what they lack stays as it is. A batch
+that has a time but no sample keeps its relation to the measured batches around it, since both change for one reason.
+Without samples at two contexts, the time of a token of context stays too. `benchmarks/samples/ring_steps.json` holds
+decode steps with rings as benchmarks/RESULTS.md states them, of one context each, until they are measured this way.
 """
 
 from __future__ import annotations
@@ -29,9 +34,23 @@ def num_pairs(chunks: Chunks) -> float:
     return sum(count * (start + (count + 1) / 2) for start, count in chunks)
 
 
-def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
+def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float | None) -> dict[str, Any]:
     """The entry of one model in model_costs.json. known: the present entry; its savings of rides (`python -m
-    benchmarks.ride`) are kept."""
+    benchmarks.ride`) are kept, and what was not measured."""
+    return {
+        "name": measured["model"].lower(),
+        "row_bytes": measured["row_bytes"],
+        "kv_bytes_per_token": measured["kv_bytes_per_token"],
+        **(fit_passes(measured) if measured["passes"] else {name: known[name] for name in ("passes", "pair_seconds")}),
+        "chunk_sizes": list(chunk_sizes(CONFIGS[measured["model"]].hidden_size)),
+        **(fit_steps(measured, known) if measured["steps"] else {name: known[name] for name in _OF_STEPS}),
+        "join_seconds": fit_joins(measured) if measured["joins"] else known.get("join_seconds", 0.0),
+        "ride_seconds": known.get("ride_seconds", 0.0),
+        "turn_seconds": known.get("turn_seconds", 0.0) if turn_seconds is None else turn_seconds,
+    }
+
+
+def fit_passes(measured: dict[str, Any]) -> dict[str, Any]:
     fresh = {sample["chunks"][0][1]: sample for sample in measured["passes"] if sample["chunks"][0][0] == 0}
     added = []
     for sample in measured["passes"]:
@@ -41,6 +60,17 @@ def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) ->
             pairs = num_pairs(sample["chunks"]) - num_pairs(fresh[count]["chunks"])
             added.append(((sample["prefill_seconds"] - fresh[count]["prefill_seconds"]) / pairs, pairs))
     pair_seconds = weighted_median(added)
+    passes = [
+        (count, sample["prefill_seconds"] - num_pairs(sample["chunks"]) * pair_seconds)
+        for count, sample in sorted(fresh.items())
+    ]
+    return {
+        "passes": [(count, round(seconds, 7)) for count, seconds in passes],
+        "pair_seconds": float(f"{pair_seconds:.4g}"),
+    }
+
+
+def fit_steps(measured: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     by_batch: dict[int, list[dict[str, Any]]] = {}
     for sample in measured["steps"]:
         by_batch.setdefault(len(sample["contexts"]), []).append(sample)
@@ -50,34 +80,41 @@ def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) ->
         tokens = sum(high["contexts"]) - sum(low["contexts"])
         if tokens:
             slopes.append(((high["decode_seconds"] - low["decode_seconds"]) / tokens, tokens))
-    context_seconds = weighted_median(slopes)
-    steps = [
-        (
-            batch,
-            statistics.median(
-                sample["decode_seconds"] - sum(sample["contexts"]) * context_seconds for sample in samples
-            ),
+    context_seconds = weighted_median(slopes) if slopes else known["context_seconds"]
+    steps = {
+        batch: statistics.median(
+            sample["decode_seconds"] - sum(sample["contexts"]) * context_seconds for sample in samples
         )
-        for batch, samples in sorted(by_batch.items())
-    ]
-    passes = [
-        (count, sample["prefill_seconds"] - num_pairs(sample["chunks"]) * pair_seconds)
-        for count, sample in sorted(fresh.items())
-    ]
-    joins = [seconds for _, seconds in measured["joins"] if seconds > 0]
-    return {
-        "name": measured["model"].lower(),
-        "row_bytes": measured["row_bytes"],
-        "kv_bytes_per_token": measured["kv_bytes_per_token"],
-        "passes": [(count, round(seconds, 7)) for count, seconds in passes],
-        "pair_seconds": float(f"{pair_seconds:.4g}"),
-        "chunk_sizes": list(chunk_sizes(CONFIGS[measured["model"]].hidden_size)),
-        "steps": [(batch, round(seconds, 7)) for batch, seconds in steps],
-        "context_seconds": float(f"{context_seconds:.4g}"),
-        "join_seconds": round(statistics.median(joins), 6) if joins else 0.0,
-        "ride_seconds": known.get("ride_seconds", 0.0),
-        "turn_seconds": turn_seconds,
+        for batch, samples in by_batch.items()
     }
+    steps |= scaled(dict(known.get("steps", ())), steps)
+    return {
+        "steps": [(batch, round(seconds, 7)) for batch, seconds in sorted(steps.items())],
+        "context_seconds": float(f"{context_seconds:.4g}"),
+    }
+
+
+_OF_STEPS = ("steps", "context_seconds")
+
+
+def scaled(known: dict[int, float], measured: dict[int, float]) -> dict[int, float]:
+    """The known batches that were not measured, each by what the measured ones around it have changed."""
+    changes = [(batch, measured[batch] / known[batch]) for batch in sorted(measured.keys() & known.keys())]
+    found = {}
+    for batch in known.keys() - measured.keys() if changes else ():
+        below = max((change for change in changes if change[0] < batch), default=changes[0])
+        above = min((change for change in changes if change[0] > batch), default=changes[-1])
+        if below[0] >= above[0]:  # outside of what was measured
+            found[batch] = known[batch] * (below if batch > below[0] else above)[1]
+            continue
+        share = (batch - below[0]) / (above[0] - below[0])
+        found[batch] = known[batch] * (below[1] + (above[1] - below[1]) * share)
+    return found
+
+
+def fit_joins(measured: dict[str, Any]) -> float:
+    joins = [seconds for _, seconds in measured["joins"] if seconds > 0]
+    return round(statistics.median(joins), 6) if joins else 0.0
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
@@ -113,9 +150,12 @@ def main() -> int:
     )
     parser.add_argument("samples", nargs="+", type=Path)
     parser.add_argument(
-        "--turn-ms", type=float, default=0.0, help="what client, HTTP and text take between two turns of a session"
+        "--turn-ms",
+        type=float,
+        help="what client, HTTP and text take between two turns of a session (default: as it is)",
     )
     options = parser.parse_args()
+    turn_seconds = None if options.turn_ms is None else options.turn_ms / 1e3
     known = (
         {entry["name"]: entry for entry in json.loads(TARGET.read_text(encoding="utf-8"))["models"]}
         if TARGET.exists()
@@ -123,7 +163,7 @@ def main() -> int:
     )
     for path in options.samples:
         for measured in json.loads(path.read_text(encoding="utf-8")):
-            entry = fit(measured, known.get(measured["model"].lower(), {}), options.turn_ms / 1e3)
+            entry = fit(measured, known.get(measured["model"].lower(), {}), turn_seconds)
             known[entry["name"]] = entry
             print(
                 f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, "

@@ -32,6 +32,10 @@ SPARE_CHECKPOINTS = 24
 """Rows besides those of running requests: for grid checkpoints of a long prompt, and for earlier prompts."""
 
 
+ROWS_A_SLOT = NUM_DRAFTS + 3 + SESSION_CHECKPOINTS
+"""State rows for a slot without a ring, and its session's checkpoints."""
+
+
 class NoFigureError(Exception):
     """The engine didn't behave as the measurement requires, so there is no figure."""
 
@@ -45,6 +49,8 @@ class Room:
     others: int = 0
     """Tokens of other sequences, running or cached, that must stay in memory."""
     max_running: int = 1
+    rows_a_slot: int = ROWS_A_SLOT
+    """State rows for each of max_running."""
 
     def beside(self, other: Room) -> Room:
         """For the one and then the other."""
@@ -52,6 +58,7 @@ class Room:
             longest=max(self.longest, other.longest),
             others=max(self.others, other.others),
             max_running=max(self.max_running, other.max_running),
+            rows_a_slot=max(self.rows_a_slot, other.rows_a_slot),
         )
 
     def memory(self, spec: ModelSpec) -> MemoryPlan:
@@ -61,7 +68,7 @@ class Room:
             + 4 * self.max_running * -(-window // block)
             + 1
         )
-        rows = RESERVED + self.max_running * (NUM_DRAFTS + 3 + SESSION_CHECKPOINTS) + SPARE_CHECKPOINTS
+        rows = RESERVED + self.max_running * self.rows_a_slot + SPARE_CHECKPOINTS
         return MemoryPlan(num_rows=rows, num_pages=pages, max_length=self.longest)
 
     def num_bytes(self, spec: ModelSpec) -> int:

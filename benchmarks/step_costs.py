@@ -2,7 +2,8 @@
 
 Prefill passes have many sizes and contexts, with one or several sequences; decode steps have many batch sizes and
 contexts. Each is a step of the engine's own loop, timed by the device's events as reported to the engine's pace, on
-models of published shapes with random weights and contexts.
+models of published shapes with random weights and contexts. `--only steps` measures the decode steps alone, with more
+slots where the memory that prompts need is free then.
 
 `python -m benchmarks.fit_costs FILE` fits the constants of dry runs (agentspec/simulate/model_costs.json) to the
 samples.
@@ -15,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 
 from agentspec.runtime.pace import FixedPace, StepTimes
+from agentspec.types import rows_of_request
 from benchmarks.prefill_cases import Words
 from benchmarks.prefill_checks import check_cached_turns
-from benchmarks.prefill_engine import NUM_DRAFTS, PromptEngine, Room
+from benchmarks.prefill_engine import NUM_DRAFTS, ROWS_A_SLOT, PromptEngine, Room
 from benchmarks.published import CONFIGS, make_model
 from benchmarks.running_engine import let_go
 
@@ -46,6 +48,7 @@ PASSES: tuple[tuple[int, int, int], ...] = (
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (1_024, 8_192, 24_576)
 JOINS = (1, 2, 4, 8)
+PARTS = ("passes", "steps", "joins")
 
 WARM_UPS, REPEATS = 2, 3
 _STEPS_AROUND = 2
@@ -94,10 +97,20 @@ class Measured:
     """(requests, seconds): additional time of a step in which that many requests take their first step."""
 
 
-def measure(name: str, device: torch.device, *, slots: int, longest: int, others: int) -> Measured:
+def measure(
+    name: str,
+    device: torch.device,
+    *,
+    slots: int,
+    longest: int,
+    others: int,
+    rows_a_slot: int = ROWS_A_SLOT,
+    only: Collection[str] = PARTS,
+) -> Measured:
     model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
     pace = RecordingPace(LARGEST_PASS, block_tokens=model.spec.block_tokens)
-    engine = PromptEngine(model, device, Room(longest=longest, others=others, max_running=slots), pace=pace)
+    room = Room(longest=longest, others=others, max_running=slots, rows_a_slot=rows_a_slot)
+    engine = PromptEngine(model, device, room, pace=pace)
     print(f"{name}: {engine.graphs}; started in {engine.start_seconds:.1f} s", flush=True)
     spec = model.spec
     measured = Measured(
@@ -106,18 +119,18 @@ def measure(name: str, device: torch.device, *, slots: int, longest: int, others
         row_bytes=spec.row_bytes,
         kv_bytes_per_token=spec.page_bytes // spec.block_tokens,
     )
-    for count, context, spans in PASSES:
+    for count, context, spans in PASSES if "passes" in only else ():
         if spans <= slots and count * spans <= LARGEST_PASS and context + count < longest:
             measured.passes.append(_pass(engine, pace, count, context, spans))
             print(f"  pass {spans} x {count}@{context}: {measured.passes[-1].prefill_seconds * 1e3:.2f} ms", flush=True)
-    for batch, context in _steps(slots, others):
+    for batch, context in _steps(slots, others) if "steps" in only else ():
         step = _decode(engine, pace, batch, context)
         measured.steps.append(step)
         print(
             f"  step {batch} x {context}: {step.decode_seconds * 1e3:.2f} ms, whole {step.whole_seconds * 1e3:.2f}",
             flush=True,
         )
-    for count in JOINS:
+    for count in JOINS if "joins" in only else ():
         if count + 2 <= slots:
             measured.joins.append((count, _join(engine, pace, count)))
             print(f"  join {count}: {measured.joins[-1][1] * 1e3:.2f} ms", flush=True)
@@ -217,6 +230,13 @@ def sizes_of(name: str, device: torch.device) -> dict[str, int]:
     }[name]
 
 
+def step_sizes_of(name: str, device: torch.device) -> dict[str, int]:
+    """The same for decode steps alone: shorter prompts, and the rows that slots with rings take beside a context's."""
+    rows_a_slot = rows_of_request(NUM_DRAFTS, has_ring=True) + 2
+    others = {"27B-FP8": {"slots": 32, "others": 140_000}}.get(name, {}) if device.type == "cuda" else {}
+    return sizes_of(name, device) | {"longest": max(CONTEXTS) + 1_024, "rows_a_slot": rows_a_slot} | others
+
+
 def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -224,13 +244,15 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=["4B", "27B-FP8"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to measure (default: all)")
     parser.add_argument("--json", type=Path, required=True, help="write the samples here")
     options = parser.parse_args()
     device = torch.device(options.device)
     print(f"checked: {check_cached_turns(options.device)}", flush=True)
     results: list[dict[str, Any]] = []
     for name in options.models:
-        results.append(asdict(measure(name, device, **sizes_of(name, device))))
+        sizes = step_sizes_of(name, device) if options.only == ["steps"] else sizes_of(name, device)
+        results.append(asdict(measure(name, device, **sizes, only=options.only)))
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 

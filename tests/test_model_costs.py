@@ -167,6 +167,72 @@ def test_fitted_constants_reproduce_their_samples(tmp_path: Path, monkeypatch: p
         assert costs.step_seconds(sample["contexts"]) == pytest.approx(sample["decode_seconds"], rel=0.05)
 
 
+def test_samples_of_steps_alone_leave_the_rest_of_a_model_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches without a sample change as the ones around them do."""
+    known = {
+        "name": "toy",
+        "row_bytes": 1,
+        "kv_bytes_per_token": 1,
+        "passes": [[64, 0.005], [128, 0.008]],
+        "pair_seconds": 2e-10,
+        "chunk_sizes": [],
+        "steps": [[1, 0.004], [2, 0.005], [4, 0.006], [9, 0.01], [16, 0.02]],
+        "context_seconds": 1e-8,
+        "join_seconds": 0.001,
+        "ride_seconds": 0.002,
+        "turn_seconds": 0.005,
+    }
+    step = {"chunks": [], "prefill_seconds": 0.0, "whole_seconds": 0.0}
+    measured = {
+        "model": "toy",
+        "machine": "none",
+        "row_bytes": 7,
+        "kv_bytes_per_token": 9,
+        "passes": [],
+        "steps": [
+            step | {"contexts": [1000], "decode_seconds": 0.004 + 1e-5},
+            step | {"contexts": [1000] * 9, "decode_seconds": 0.006 + 9e-5},
+        ],
+        "joins": [],
+    }
+    monkeypatch.setitem(CONFIGS, "toy", TOY)
+    samples, target = tmp_path / "samples.json", tmp_path / "costs.json"
+    samples.write_text(json.dumps([measured]))
+    target.write_text(json.dumps({"models": [known]}))
+    monkeypatch.setattr(fit_costs, "TARGET", target)
+    monkeypatch.setattr("sys.argv", ["fit_costs", str(samples)])
+    assert fit_costs.main() == 0
+    (entry,) = json.loads(target.read_text())["models"]
+    steps = {1: 0.004, 2: 0.95 * 0.005, 4: 0.85 * 0.006, 9: 0.006, 16: 0.6 * 0.02}
+    assert dict(entry.pop("steps")) == pytest.approx(steps)
+    changed = {"row_bytes": 7, "kv_bytes_per_token": 9}
+    rest = known | changed
+    del rest["steps"], rest["chunk_sizes"], entry["chunk_sizes"]
+    assert entry == rest
+
+
+def test_decode_steps_can_be_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "toy", TOY)
+    monkeypatch.setattr(step_costs, "CONTEXTS", (64,))
+    monkeypatch.setattr(step_costs, "BATCHES", (1, 2))
+    monkeypatch.setattr(step_costs, "STEPS", 8)
+    measured = step_costs.measure(
+        "toy", torch.device("cpu"), slots=3, longest=1200, others=1600, rows_a_slot=8, only=["steps"]
+    )
+    assert (measured.passes, measured.joins, len(measured.steps)) == ([], [], 2)
+
+
+def test_named_costs_hold_the_stored_samples() -> None:
+    """model_costs.json was fitted to benchmarks/samples."""
+    samples = Path(fit_costs.__file__).with_name("samples") / "ring_steps.json"
+    for measured in json.loads(samples.read_text()):
+        costs = model_costs(measured["model"].lower())
+        for sample in measured["steps"]:
+            assert costs.step_seconds(sample["contexts"]) == pytest.approx(sample["decode_seconds"], rel=0.005)
+
+
 def test_the_time_of_the_agents_profile_is_the_sum_of_its_parts() -> None:
     """Its prompts in sequence, and 480 full steps."""
     flat = dataclasses.replace(

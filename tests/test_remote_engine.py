@@ -391,7 +391,7 @@ def test_the_engine_ends_with_its_server(moment: str, in_engine: InEngine) -> No
     if moment == "loading":
         in_engine("""
 import sys, threading
-if "agentspec.engine.process" in sys.orig_argv:
+if "agentspec.engine.start" in sys.orig_argv:
     import agentspec.engine.assembly
     def never_ends(config, progress, **keywords):
         print("loading", flush=True)

@@ -101,7 +101,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
             (tmp_path / "sitecustomize.py").write_text(
-                f"import sys\nif 'agentspec.engine.process' in sys.orig_argv:\n    {in_engine}\n"
+                f"import sys\nif 'agentspec.engine.start' in sys.orig_argv:\n    {in_engine}\n"
             )
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
         limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]

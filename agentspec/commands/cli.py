@@ -178,9 +178,10 @@ def _run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, model=served_model(args))
         server = server_config(args, os.environ)
         # Start the engine's process first: its imports take longest, and the web server's imports run beside them.
+        remote = _load("agentspec.engine.remote")
         with (
             _caught_signals() as early,
-            _load("agentspec.engine.remote").EngineProcess() as process,
+            remote.EngineProcess(options=remote.engine_options(config)) as process,
             _load("agentspec.engine.remote_text").text_process(server.text_seconds) as text,
         ):
             caught = _load("agentspec.commands.serve").run(config, server, process, text, early)

@@ -119,8 +119,9 @@ def assemble(
     """Load the model that `config` names, by default the bundled one, and build an engine around it.
 
     serves: leave work that no first answer needs to `StepLoop.prepare`, and build the grammar compiler in the
-    background; otherwise the first grammar waits for it. memory: as for `build`. Raises CheckpointError if the model
-    can't be loaded, ConfigError if a setting doesn't fit it, RankError if a rank ends before it is ready."""
+    background once the engine is built; otherwise the first grammar waits for it. memory: as for `build`. Raises
+    CheckpointError if the model can't be loaded, ConfigError if a setting doesn't fit it, RankError if a rank ends
+    before it is ready."""
     device = device_of(config, shares_device=rank_options.shares_device)
     dtype = dtype_of(config, device)
     fp8_pages = pages_in_fp8(config, dtype)
@@ -135,7 +136,8 @@ def assemble(
             ranks = Ranks(config, model_dir, rank_options)
             stack.push(partial(_close_after_error, ranks))
         beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="agentspec-tokenizer"))
-        tokenizer = beside.submit(Tokenizer.from_directory, model_dir)
+        # A server's text process reads the same table, and reports what is wrong with it.
+        tokenizer = beside.submit(Tokenizer.from_directory, model_dir, reads_table=not serves)
         ahead = None
         if device.type == "cuda":
             free = free_bytes(device)
@@ -149,15 +151,6 @@ def assemble(
             )
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
-        grammars = None
-        if serves:
-            grammars = constraint_source(
-                model_spec(model_dir, whole, dtype),
-                tokenizer.result(),
-                forces_acceptance=config.force_acceptance is not None,
-            )
-            grammars.prepare()
-            stack.push(partial(_close_after_error, grammars))
         model = load_model(
             model_dir,
             device=device,
@@ -170,25 +163,27 @@ def assemble(
             group=None if ranks is None else ranks.join(device),
             progress=progress,
         )
-        return build(
+        assembly = build(
             model,
             config=config,
             memory=memory,
             device=device,
             tokenizer=tokenizer.result(),
             model_dir=model_dir,
-            constraints=grammars,
             ahead=ahead,
             early=serves,
             ranks=ranks,
             progress=progress,
         )
+        if serves:  # not sooner: its imports would hold up the start, which is bound by Python too
+            assembly.constraints.prepare()
+        return assembly
 
 
-def _close_after_error(parts: Ranks | ConstraintSource, kind: type[BaseException] | None, *_: object) -> None:
+def _close_after_error(ranks: Ranks, kind: type[BaseException] | None, *_: object) -> None:
     """Called at the end of a context."""
     if kind is not None:
-        parts.close()
+        ranks.close()
 
 
 def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None, index: int = 0) -> Rehearsal:
@@ -240,7 +235,6 @@ def build(
     window_policy: WindowPolicy | None = None,
     pace: Pace | None = None,
     most_riders: int = MOST_RIDERS,
-    constraints: ConstraintSource | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
     early: bool = False,
@@ -299,8 +293,7 @@ def build(
         model_dir=model_dir,
         cache=loop.scheduler.cache,
         loop=loop,
-        constraints=constraints
-        or constraint_source(spec, tokenizer, forces_acceptance=config.force_acceptance is not None),
+        constraints=constraint_source(spec, tokenizer, forces_acceptance=config.force_acceptance is not None),
         device=device,
         memory=memory,
         graphs=graphs,

@@ -21,7 +21,7 @@ from agentspec.errors import ConfigError
 from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
 from agentspec.models.heads import draft_head_bytes, draft_rows
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.outline import META, parameters_of, quantized_as
+from agentspec.models.outline import META, load_operators, parameters_of, quantized_as
 from agentspec.models.quantised.recipes import RECIPES
 from agentspec.models.registry import model_spec, resolved_config, why_cpu_only
 from agentspec.models.stored import sizes
@@ -83,6 +83,7 @@ class Needs:
         cls, config: EngineConfig, spec: ModelSpec, text: TextConfig, parameters: dict[str, kernels.Weight]
     ) -> Self:
         """parameters: on the device type "meta"."""
+        load_operators()
         dtype = dtype_of(config, GPU)
         config = replace(config, host_memory_gib=0.0)  # host memory is no part of a GPU
         limited(spec, config)  # raises for a context that the model doesn't have

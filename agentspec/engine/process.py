@@ -1,5 +1,4 @@
-"""The engine's own process: `python -m agentspec.engine.process FD`, started by engine/remote.py with one end of a
-socket pair.
+"""The engine's own process, which engine/start.py runs, with one end of a socket pair to its server.
 
 Owns an engine and carries messages between it and the socket. The process ends after `Close`; after its engine died,
 which it reports first; or at once, with everything that it started, when the other end of the socket is closed.
@@ -77,7 +76,7 @@ class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
 
 def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetup]]) -> int:
     """Serve the engine that `load` makes of the server's config, until the process is to end; returns its exit status.
-    The socket is the argument FD."""
+    The socket is the process's first argument."""
     # The server handles signals: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -277,5 +276,6 @@ def _setup(parts: Assembly) -> EngineSetup:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(main(_load))
+def run() -> int:
+    """`main` with the real engine."""
+    return main(_load)

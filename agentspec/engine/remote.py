@@ -39,6 +39,7 @@ from agentspec.engine.link import (
     packed,
     to_error,
 )
+from agentspec.engine.start import OPEN_DEVICE
 from agentspec.engine.streams import Streams
 from agentspec.errors import AgentspecError, EngineClosedError, EngineStalledError, RequestError
 from agentspec.types import Progress, no_progress
@@ -65,7 +66,7 @@ PIECE_BYTES = 2**18
 TICK_SECONDS = 0.5
 """How often a server checks its engine."""
 
-ENGINE_ENTRY: Sequence[str] = ("-P", "-m", "agentspec.engine.process")
+ENGINE_ENTRY: Sequence[str] = ("-P", "-m", "agentspec.engine.start")
 """Python's arguments for the process. -P: don't import from the working directory."""
 
 _CLOSED = "the engine was closed"
@@ -75,14 +76,15 @@ class EngineProcess:
     """A process that imports what engines need, and waits for its configuration. A context manager: the process ends no
     later than its context."""
 
-    def __init__(self, entry: Sequence[str] = ENGINE_ENTRY) -> None:
-        """entry: Python's arguments for a module that runs process.main."""
+    def __init__(self, entry: Sequence[str] = ENGINE_ENTRY, options: Sequence[str] = ()) -> None:
+        """entry: Python's arguments for a module that runs process.main. options: further arguments of that module, see
+        `engine_options`."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             # A session of its own, so that Ctrl-C reaches only the server, and so that the process can be killed with
             # everything it started.
-            command = [sys.executable, *entry, str(number)]
+            command = [sys.executable, *entry, str(number), *options]
             try:
                 self.process = subprocess.Popen(
                     command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True
@@ -104,6 +106,11 @@ class EngineProcess:
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def engine_options(config: EngineConfig) -> Sequence[str]:
+    """Arguments of an engine's process that begin its start before it has the config."""
+    return () if config.device == "cpu" else (OPEN_DEVICE,)
 
 
 class Wire(asyncio.Protocol):
@@ -256,7 +263,7 @@ class RemoteEngine:
         process: None: a new one. progress: called by the event loop. heartbeat_seconds: how long the loaded engine may
         send no heartbeat before it counts as not alive; None: HEARTBEAT_SECONDS, or CPU_HEARTBEAT_SECONDS. Raises what
         loading raised there: CheckpointError, ConfigError; AgentspecError if the process ended without a message."""
-        process = EngineProcess() if process is None else process
+        process = EngineProcess(options=engine_options(config)) if process is None else process
         engine = cls(process, progress, heartbeat_seconds)
         try:
             await engine._load(config)

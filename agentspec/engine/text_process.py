@@ -19,6 +19,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import jsonschema  # noqa: F401  # now, and not when the first schema comes
 import msgspec
 
 from agentspec.engine.heap import return_large_blocks

@@ -28,7 +28,7 @@ def compile_all(variants: Sequence[Variant], compiler: KernelCompiler | None = N
 
     compiler: defaults to `kernels.compiler()`."""
     compiler = kernels.compiler() if compiler is None else compiler
-    compiler.missing(variants[:1])  # hashes the compiler's sources once here, instead of in each child
+    compiler.read_sources()  # once here, instead of in each child
     with ProcessPoolExecutor(
         num_processes(len(variants)), mp_context=get_context("fork"), initializer=_die_with_parent
     ) as pool:

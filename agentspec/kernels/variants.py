@@ -54,6 +54,10 @@ class KernelCompiler(Protocol):
     def compile_variant(self, variant: Variant) -> None:
         """Compile into the compiler's cache. Needs no device. Raises the compiler's errors."""
 
+    def read_sources(self) -> None:
+        """Read what every look-up in the cache needs of the compiler itself, hundreds of megabytes, once for this
+        process. Holds Python's lock for a small part of the time."""
+
     def cache_directory(self) -> str: ...
 
     def has_note(self, name: str) -> bool:

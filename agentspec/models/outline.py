@@ -24,6 +24,12 @@ from agentspec.types import ModelSpec
 META = torch.device("meta")
 
 
+def load_operators() -> None:
+    """Call before computing with tensors on META. Making, viewing and filling them needs no call. An engine's process
+    leaves these operators out of its imports (engine/start.py)."""
+    import torch._meta_registrations  # noqa: F401
+
+
 def outline(
     config: TextConfig,
     spec: ModelSpec,
@@ -38,6 +44,7 @@ def outline(
 
     Layers are of one kind if they have the same mixer and the same quantised parameters: the kernels that a layer
     launches depend on nothing else."""
+    load_operators()
     quantized = quantized_schemes(config)
     layers = _kinds(config, frozenset(quantized))
     parameters: dict[str, kernels.Weight] = {}

@@ -14,8 +14,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import jsonschema
-
 from agentspec.replay.world import (
     Calculate,
     Create,
@@ -124,6 +122,8 @@ class Simulator:
         unknown = sorted(values.keys() - schema.get("properties", {}).keys())
         if unknown:
             return "unknown parameter", f"unknown parameter {unknown[0]!r}"
+        import jsonschema  # late: as in world_check
+
         error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(values))
         if error is not None:
             where = f"{'.'.join(str(part) for part in error.absolute_path)}: " if error.absolute_path else ""

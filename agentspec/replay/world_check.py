@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
-
 from agentspec.replay.simulator import next_key
 from agentspec.replay.world import (
     Calculate,
@@ -67,6 +65,8 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object"}
     if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
         raise ValueError(f"{where}: is no JSON schema of an object")
+    import jsonschema  # late: every command imports this module, and few read a world
+
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
     except jsonschema.SchemaError as error:

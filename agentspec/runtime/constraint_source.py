@@ -1,9 +1,9 @@
 """Makes a request's constraint from its grammar, with a compiler that is built when the first grammar comes, or
 earlier.
 
-A compiler must read the whole vocabulary first, which takes seconds. A server's engine builds it while it starts; other
-engines wait for a first grammar, since most never get one. Knows nothing of how grammars are compiled, nor of waiting
-requests.
+A compiler must read the whole vocabulary first, which takes seconds. A server's engine builds it in the background as
+soon as it is ready; other engines wait for a first grammar, since most never get one. Knows nothing of how grammars are
+compiled, nor of waiting requests.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 compiles them while the engine loads its weights.
 
 Owns that process, and the note in the compiler's cache that marks an engine's kernels as complete: if the note exists,
-no process is started. Uses the compiler only through kernels.KernelCompiler. A kernel that is still missing is compiled
-at its first launch.
+no process is started, and the compiler prepares to find the kernels in its cache. Uses the compiler only through
+kernels.KernelCompiler. A kernel that is still missing is compiled at its first launch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -108,25 +109,22 @@ class KernelsAhead:
         compiler = kernels.compiler() if compiler is None else compiler
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
         if believe_note and compiler.has_note(job.note()):
-            return
-        self._process = subprocess.Popen(
-            [sys.executable, *worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        self._thread = threading.Thread(
-            target=self._follow, args=(self._process, job), name="agentspec-kernels", daemon=True
-        )
+            work = compiler.read_sources
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, *worker],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            work = partial(self._follow, self._process, job, compiler)
+        self._thread = threading.Thread(target=work, name="agentspec-kernels", daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every kernel that compiles is in the cache, for `timeout` seconds at most. Returns whether the
-        worker is done."""
-        if self._thread is None:
-            return True
+        work is done."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -139,12 +137,14 @@ class KernelsAhead:
             self._process.kill()
         self.wait()
 
-    def _follow(self, process: subprocess.Popen[bytes], job: KernelJob) -> None:
+    def _follow(self, process: subprocess.Popen[bytes], job: KernelJob, compiler: kernels.KernelCompiler) -> None:
+        """Start the worker's job, pass its progress on, and prepare this process meanwhile."""
         assert process.stdin is not None
         assert process.stdout is not None
         with process, suppress(BrokenPipeError):  # the process died at once; it writes no line
             process.stdin.write(msgspec.json.encode(job))
             process.stdin.close()
+            compiler.read_sources()
             for line in process.stdout:
                 told = msgspec.json.decode(line, type=Stage | KernelReport)
                 if isinstance(told, KernelReport):

@@ -26,8 +26,15 @@ small chunks would only delay every answer."""
 DEFAULT_MAX_GAP = 0.1
 """Seconds. A person reading along needs ten tokens per second; an agent only needs its turn to end soon."""
 
-_MARGIN = 0.88
-"""Share of the gap that is handed out. The rest covers first steps, building tables and the estimate's error."""
+_UNSEEN = 0.03
+"""Share of the gap for what step times don't include: first steps, and building tables."""
+_FIRST_ERROR = 0.1
+"""Assumed relative error of the estimate, until so many passes are measured that the largest error seen stands for all:
+_ERRORS."""
+_ERRORS = 256
+"""Errors kept. Their maximum is expected again."""
+_STALL = 0.3
+"""A larger error is no error of the estimate: a kernel was compiled, or the device was busy with something else."""
 _DECODE_SHARE = 0.2
 """Assumed share of the gap that a decode step takes, until one is measured."""
 _FIRST_TOKENS = 256
@@ -46,6 +53,16 @@ _RIDES = 4
 """After this many passes in a row with riding windows, the next pass is expected to have them too."""
 _FORGET_AFTER = 256
 """A size is forgotten after this many measured passes without it."""
+_DRIFT_SHARE = 0.5
+"""Share of an estimate's error that is taken for a change of the riding windows' time: streams join while none of their
+steps is measured alone."""
+_UNTRIED = 0.08
+"""Share that is added to the estimate of a size that was not measured: tiles that a device fills partly make some sizes
+slower than their neighbours say."""
+_LEAST_SHARE = 0.25
+"""Least share of a pass with riding windows that is the prompt's."""
+_SIZE_TOKENS = 128
+"""Passes are grouped by this many tokens: matrix products work on tiles of as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,74 +187,140 @@ class _Size:
     last_measured: int = 0
 
     def seconds(self, work: float) -> float:
-        rate, measured = statistics.median_high(self.timings)
+        rate, measured = statistics.median_low(self.timings)
         if work >= measured:
             return rate * work
         return rate * measured * (_FIXED_TOKENS + work) / (_FIXED_TOKENS + measured)
+
+
+class _Sizes:
+    """Times of passes by size, all of one kind."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}
+        """By the number of tiles."""
+        self._num_measured = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest measured size."""
+        return max(self._sizes) * _SIZE_TOKENS
+
+    def add(self, num_tokens: int, work: float, seconds: float) -> None:
+        self._num_measured += 1
+        size = self._sizes.setdefault(_num_tiles(num_tokens), _Size())
+        size.timings.append((seconds / work, work))
+        size.last_measured = self._num_measured
+        self._sizes = {
+            tiles: kept
+            for tiles, kept in self._sizes.items()
+            if self._num_measured - kept.last_measured < _FORGET_AFTER
+        }
+
+    def seconds(self, num_tokens: int, work: float) -> float:
+        """The time of a measured size; of another, what the next smaller one says, and at most what the next larger one
+        takes."""
+        tiles = _num_tiles(num_tokens)
+        below = max((size for size in self._sizes if size <= tiles), default=None)
+        above = min((size for size in self._sizes if size > tiles), default=None)
+        if below is None:
+            assert above is not None
+            return self._sizes[above].seconds(work)
+        found = self._sizes[below].seconds(work)
+        if below == tiles:
+            return found
+        if above is not None:
+            more = work + (above * _SIZE_TOKENS - num_tokens)
+            found = min(found, self._sizes[above].seconds(more))
+        return found * (1.0 + _UNTRIED)
+
+    def knows(self, num_tokens: int) -> bool:
+        """Whether passes of this size were measured."""
+        return _num_tiles(num_tokens) in self._sizes
 
 
 class GapPace:
     """The largest pass while no slot decodes; otherwise as many tokens as fit, beside a decode step, under the longest
     gap that a stream may have.
 
-    Passes are grouped by size, in powers of two. The time of an untried size is estimated from the next smaller
-    measured one, and sizes grow by one power at a time. Attention to context makes a pass slower, so each time is kept
-    with the work it was measured at."""
+    Passes are grouped by size. The time of an untried size is estimated from measured ones around it, and sizes grow
+    twofold to fourfold at a time. Attention to context makes a pass slower, so each time is kept with the work it was
+    measured at. Where windows ride, the part of a pass that is theirs is taken off, by the time of a step of their own.
+
+    The estimate of each step is compared with its time, and the largest error of the last ones is left free."""
 
     def __init__(self, max_gap: float, *, block_tokens: int, largest: int = LARGEST_PASS) -> None:
         """max_gap: seconds between two steps of a running stream. largest: most tokens of any pass."""
         self._max_gap = max_gap
         self._block = block_tokens
         self._largest = max(largest // block_tokens, 1) * block_tokens
-        self._sizes: dict[int, _Size] = {}
-        """By the bit length of the number of tokens."""
+        self._sizes = {False: _Sizes(), True: _Sizes()}
+        """By whether windows rode."""
         self._decode_seconds: deque[float] = deque(maxlen=_DECODE_TIMINGS)
         """Of whole decode steps."""
-        self._rest_seconds: deque[float] = deque(maxlen=_RIDES)
-        """Of the remaining part of steps whose windows rode, since the last pass whose windows didn't ride."""
-        self._num_measured = 0
+        self._num_rides = 0
+        """Passes in a row whose windows rode."""
+        self._drift = 0.0
+        """By how many seconds riding windows take longer now than the last steps without a pass."""
+        self._errors: deque[float] = deque([_FIRST_ERROR], maxlen=_ERRORS)
+        """Of the estimates of steps with a pass and windows, relative."""
 
     def open(self, *, streams_run: bool) -> Room:
         if not streams_run:
             return _room_of_tokens(self._largest, self._block)
-        if not self._sizes:
+        rides = self._num_rides >= _RIDES
+        sizes = self._sizes[rides] or self._sizes[not rides]
+        if not sizes:
             return _room_of_tokens(min(_FIRST_TOKENS, self._largest), self._block)
         # Matrix products work on tiles of two blocks: a partly filled tile costs as much as a full one.
         tile = 2 * self._block
-        capacity = _MARGIN * self._max_gap - self._seconds_beside()
-        most = min(self._largest, 1 << (max(self._sizes) + 1))
-        return Room(self._seconds, max(capacity, 0.0), most_tokens=most, tile=tile)
+        capacity = (1.0 - _UNSEEN) * self._max_gap / (1.0 + max(self._errors)) - self._seconds_beside(rides=rides)
+        most = min(self._largest, 1 << (sizes.largest.bit_length() + 1))
+        return Room(
+            lambda num_tokens, pairs: sizes.seconds(num_tokens, _work(num_tokens, pairs)),
+            max(capacity, 0.0),
+            most_tokens=most,
+            tile=tile,
+        )
 
     def observe(self, times: StepTimes) -> None:
-        if times.decode_seconds > 0.0 and times.rode:
-            self._rest_seconds.append(times.decode_seconds)
-        elif times.decode_seconds > 0.0:
-            self._decode_seconds.append(times.decode_seconds)
-            if times.chunks:
-                self._rest_seconds.clear()
         num_tokens = sum(count for _, count in times.chunks)
-        if times.prefill_seconds <= 0.0 or not num_tokens:
+        if times.prefill_seconds > 0.0 and num_tokens:
+            work = _work(num_tokens, sum(num_pairs(start, count) for start, count in times.chunks))
+            self._judge(times, num_tokens, work)
+            # The windows' part of a pass isn't measured.
+            ridden = max(self._seconds_beside(rides=True) - times.decode_seconds, 0.0) if times.rode else 0.0
+            seconds = max(times.prefill_seconds - ridden, _LEAST_SHARE * times.prefill_seconds)
+            self._sizes[times.rode].add(num_tokens, work, seconds)
+            if times.decode_seconds > 0.0:
+                self._num_rides = self._num_rides + 1 if times.rode else 0
+        if times.decode_seconds > 0.0 and not times.rode:
+            self._decode_seconds.append(times.decode_seconds)
+            self._drift = 0.0
+
+    def _judge(self, times: StepTimes, num_tokens: int, work: float) -> None:
+        """Compare a step's time with its estimate."""
+        sizes = self._sizes[times.rode]
+        if not sizes.knows(num_tokens) or times.decode_seconds <= 0.0:
             return
-        self._num_measured += 1
-        work = _work(num_tokens, sum(num_pairs(start, count) for start, count in times.chunks))
-        size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
-        size.timings.append((times.prefill_seconds / work, work))
-        size.last_measured = self._num_measured
-        self._sizes = {
-            bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER
-        }
+        estimate = sizes.seconds(num_tokens, work) + self._seconds_beside(rides=times.rode)
+        error = (times.prefill_seconds + times.decode_seconds) / estimate - 1.0
+        if error <= _STALL:
+            self._errors.append(max(error, 0.0))
+            if times.rode:
+                self._drift += _DRIFT_SHARE * error * estimate
 
-    def _seconds_beside(self) -> float:
-        """Time of a step beside its prompt pass. Where windows ride, most of it is part of the pass."""
-        if len(self._rest_seconds) == _RIDES:
-            return max(self._rest_seconds)
-        return max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
+    def _seconds_beside(self, *, rides: bool) -> float:
+        """Time of the windows, and of the rest of their step."""
+        seconds = max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
+        return max(seconds + self._drift, 0.0) if rides else seconds
 
-    def _seconds(self, num_tokens: int, pairs: float) -> float:
-        """Estimated time of a pass."""
-        bits = num_tokens.bit_length()
-        known = max((size for size in self._sizes if size <= bits), default=min(self._sizes))
-        return self._sizes[known].seconds(_work(num_tokens, pairs))
+
+def _num_tiles(num_tokens: int) -> int:
+    return -(-num_tokens // _SIZE_TOKENS)
 
 
 def _work(num_tokens: int, pairs: float) -> float:

@@ -12,9 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-
 from agentspec.errors import RequestError
 from agentspec.text.tool_calls.schemas import KEYWORDS_OF_TYPE, implied_types, type_of
 
@@ -88,6 +85,10 @@ class SchemaReader:
         check_size(root, field)
         if not isinstance(root, bool | dict):
             raise RequestError(field, root, "must be a JSON schema: an object, true or false")
+        # Imported late: an engine's process and the command line have no schema to read while they start.
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
+
         try:
             Draft202012Validator.check_schema(root)
         except SchemaError as error:

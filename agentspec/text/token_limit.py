@@ -104,8 +104,11 @@ class TokenBounds:
 class Encodes(Protocol):
     """The part of a tokenizer that encode_within needs."""
 
-    bounds: TokenBounds | None
-    cuts_at_words: bool
+    @property
+    def bounds(self) -> TokenBounds | None: ...
+
+    @property
+    def cuts_at_words(self) -> bool: ...
 
     def encode_batch(self, texts: Sequence[str], *, added_tokens: bool = True) -> list[list[int]]: ...
 

@@ -35,9 +35,19 @@ class AddedTokenInfo:
 class Tokenizer:
     """A byte-level BPE tokenizer. Ids without a token (gaps in tokenizer.json) stand for no bytes."""
 
-    def __init__(self, backend: Backend, *, source: str = "tokenizer", eos_token: str | None = None) -> None:
-        """`source` names the tokenizer in errors. Raises CheckpointError when it isn't byte-level."""
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        source: str = "tokenizer",
+        eos_token: str | None = None,
+        reads_table: bool = True,
+    ) -> None:
+        """`source` names the tokenizer in errors. `reads_table`: False: leave `token_bytes` to its first use.
+
+        Raises CheckpointError when the tokenizer isn't byte-level."""
         self._backend = backend
+        self._source = source
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.added_tokens: tuple[AddedTokenInfo, ...] = tuple(
             AddedTokenInfo(
@@ -54,21 +64,15 @@ class Tokenizer:
         }
         """Text of a control token -> id. Control tokens are never shown; other added tokens (`<think>`, `<tool_call>`)
         are part of the visible text."""
-        self.token_bytes: list[bytes] = _byte_table(backend, added, source)
-        """Raw bytes by id; b"" for control tokens, so that they are never shown."""
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         """Id of tokenizer_config.json's eos_token; None when it names none."""
-        cuts_only = all(token.is_cut for token in self.added_tokens)
-        self.bounds: TokenBounds | None = token_bounds(backend, self.spelled_bytes, cuts_only=cuts_only)
-        """The most that one id can stand for; None: unknown."""
-        self.cuts_at_words: bool = can_cut_at_words(backend, cuts_only=cuts_only)
-        """Whether a text without added tokens can be split between an ASCII letter and a single space that a letter
-        follows."""
+        if reads_table:
+            _ = self.token_bytes
 
     @classmethod
-    def from_directory(cls, path: Path | str) -> Tokenizer | None:
+    def from_directory(cls, path: Path | str, *, reads_table: bool = True) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when
-        it can't be used."""
+        it can't be used; reads_table: as in the constructor."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not files.is_there(file):
@@ -77,7 +81,27 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         names = named_tokens(read_object(directory / "tokenizer_config.json"))
-        return cls(backend, source=str(file), eos_token=names.get("eos_token"))
+        return cls(backend, source=str(file), eos_token=names.get("eos_token"), reads_table=reads_table)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Raw bytes by id; b"" for control tokens, so that they are never shown."""
+        return _byte_table(self._backend, self._backend.get_added_tokens_decoder(), self._source)
+
+    @cached_property
+    def bounds(self) -> TokenBounds | None:
+        """The most that one id can stand for; None: unknown."""
+        return token_bounds(self._backend, self.spelled_bytes, cuts_only=self._cuts_only)
+
+    @cached_property
+    def cuts_at_words(self) -> bool:
+        """Whether a text without added tokens can be split between an ASCII letter and a single space that a letter
+        follows."""
+        return can_cut_at_words(self._backend, cuts_only=self._cuts_only)
+
+    @property
+    def _cuts_only(self) -> bool:
+        return all(token.is_cut for token in self.added_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -169,18 +193,37 @@ def _byte_table(backend: Backend, added: dict[int, AddedToken], source: str) -> 
     if num_ids > MAX_TOKENS:
         raise CheckpointError(f"{source}: a token has the id {num_ids - 1}; ids must be below {MAX_TOKENS:,}")
     table = [b""] * num_ids
-    alphabet = _byte_alphabet()
-    for token, token_id in vocab.items():
-        if token_id in added:
-            table[token_id] = b"" if added[token_id].special else token.encode()
-            continue
-        try:
-            table[token_id] = bytes([alphabet[character] for character in token])
-        except KeyError as error:
-            raise CheckpointError(
-                f"{source}: token {token_id} ({token!r}) isn't written in the byte-level BPE alphabet"
-            ) from error
+    for token_id, token in added.items():
+        table[token_id] = b"" if token.special else token.content.encode()
+    plain = {text: token_id for text, token_id in vocab.items() if token_id not in added}
+    # All tokens are translated at once, which is several times as fast as one by one.
+    letters = _LetterOfByte()
+    try:
+        data = "".join(plain).translate(letters).encode("latin-1")
+    except UnicodeEncodeError:
+        text, token_id = next(item for item in plain.items() if _NO_BYTE in item[0].translate(letters))
+        raise CheckpointError(
+            f"{source}: token {token_id} ({text!r}) isn't written in the byte-level BPE alphabet"
+        ) from None
+    start = 0
+    for text, token_id in plain.items():
+        end = start + len(text)
+        table[token_id] = data[start:end]
+        start = end
     return table
+
+
+_NO_BYTE = "\ufffd"
+
+
+class _LetterOfByte(dict[int, str]):
+    """For str.translate: code point of the byte-level alphabet -> Latin-1 letter of its byte; any other -> _NO_BYTE."""
+
+    def __init__(self) -> None:
+        super().__init__({ord(letter): chr(byte) for letter, byte in _byte_alphabet().items()})
+
+    def __missing__(self, code: int) -> str:
+        return _NO_BYTE
 
 
 def _byte_alphabet() -> dict[str, int]:

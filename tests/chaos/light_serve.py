@@ -13,8 +13,8 @@ ENTRY: tuple[str, ...] = ("-m", "tests.chaos.light_engine")
 
 
 class LightProcess(remote_engine.EngineProcess):
-    def __init__(self, entry: Sequence[str] = ENTRY) -> None:
-        super().__init__(entry)
+    def __init__(self, entry: Sequence[str] = ENTRY, options: Sequence[str] = ()) -> None:
+        super().__init__(entry, options)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ class Files:
     def variants_of(self, work: Callable[[], None]) -> list[Variant]:
         raise NotImplementedError
 
+    def read_sources(self) -> None:
+        """There are none."""
+
     def cache_directory(self) -> str:
         return str(self._directory)
 

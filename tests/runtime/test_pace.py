@@ -110,6 +110,23 @@ def test_pass_size_grows_from_below_without_measurements(cost: Cost) -> None:
     assert max(count for count, _ in chunks) > 0.7 * best
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.1, 0.2])
+def test_the_largest_error_of_the_estimate_is_left_free(spread: float) -> None:
+    """The estimate of the next step is wrong by no more than it was before; only then the gap is filled."""
+    rng = random.Random(11)
+
+    def uncertain(chunks: Sequence[Chunk]) -> float:
+        return small_model(chunks) * (1.0 + spread * rng.random())
+
+    pace = running_pace(uncertain)
+    for _ in range(40):  # prompts, so that every size has been measured at every error
+        run_prompt(pace, uncertain, 60_000)
+    steps = [seconds + DECODE_SECONDS for _ in range(10) for _, seconds in run_prompt(pace, uncertain, 60_000)]
+    assert max(steps) <= MAX_GAP
+    filled = sorted(steps)[len(steps) // 2]
+    assert filled > (0.92 - 0.7 * spread) * MAX_GAP, "a pace that is never wrong leaves little free"
+
+
 def test_short_append_is_one_chunk() -> None:
     pace = running_pace(large_model, 0.018)
     assert [count for count, _ in run_prompt(pace, large_model, 832, start=16_384, decode_seconds=0.018)] == [832]

@@ -24,13 +24,22 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
 from agentspec.kernels.triton.machine import WARP_SIZE, use_machine
 from agentspec.kernels.variants import Variant
 
-__all__ = ["cache_directory", "compile_variant", "has_note", "missing", "put_note", "use_machine", "variants_of"]
+__all__ = [
+    "cache_directory",
+    "compile_variant",
+    "has_note",
+    "missing",
+    "put_note",
+    "read_sources",
+    "use_machine",
+    "variants_of",
+]
 
 _NOTE = "agentspec.txt"
 _BUILDS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -70,6 +79,10 @@ def compile_variant(variant: Variant) -> None:
     if _builds_launchers():
         nvidia.CudaLauncher(compiled.src, compiled.metadata)
         put_note(_launcher_of(variant))
+
+
+def read_sources() -> None:
+    triton_key()  # Triton keeps the result
 
 
 def cache_directory() -> str:
