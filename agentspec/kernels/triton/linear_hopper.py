@@ -453,7 +453,8 @@ def _compute(  # type: ignore[no-untyped-def]
         unit = stop
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "release"])
+# Triton 3.6 fails to compile a constant in place of `groups`, which a specialized argument of 1 is.
+@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "tiles", "groups", "release"])
 def product_kernel(  # type: ignore[no-untyped-def]
     out, out_stride, x, weights, extra, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, num_extra,
     tiles, groups, release, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
