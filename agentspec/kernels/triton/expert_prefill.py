@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton import grouped_gemm, grouped_gemm_hopper
+from agentspec.kernels.triton import grouped_four_bit_hopper, grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.four_bit_experts import in_plain
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
@@ -100,9 +100,16 @@ def _routed_parts(
         return grouped_gemm_hopper.down(
             grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype
         )
+    if isinstance(x, Tensor) and grouped_four_bit_hopper.is_supported(gate_up, down, dtype, weights_NJ.device):
+        assert isinstance(gate_up, FourBitTiles)
+        assert isinstance(down, FourBitTiles)
+        plan = grouped_four_bit_hopper.plan_for(num_pairs, num_experts)
+        groups = group_pairs(expert_ids_NJ, num_held, plan.block_m, all_held=all_held)
+        h_PI = grouped_four_bit_hopper.gate_up(plan, grouped_four_bit_hopper.operand_order(x), gate_up, groups, top_k)
+        return grouped_four_bit_hopper.down(plan, h_PI, down, groups, weights_NJ, dtype)
     if not is_scaled:
         # Converts whole stacks to the activation dtype. With 8-bit weights this happens only for models too small for
-        # 8-bit activations, or for float32 activations.
+        # 8-bit activations, or for float32 activations; with 4-bit ones also on other GPUs than Hopper's.
         gate_up, down = (
             in_plain(weight, dtype) if isinstance(weight, FourBitTiles) else Plain(weight.dequantize(dtype))
             for weight in (gate_up, down)

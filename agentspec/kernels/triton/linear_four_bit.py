@@ -36,9 +36,9 @@ _await_previous = gluon.jit(await_previous.fn)
 _barrier = tl.debug_barrier
 
 
-def _int4_word(first: int, word: int, offset: int | None) -> str:
+def _int4_word(first: int, word: int, offset: int | None, scale: int | None = None) -> str:
     """PTX that decodes a word into four pairs: 128 + u by its bits, then minus 128 + the zero point, which is 8 or in
-    the register `offset`."""
+    the register `offset`; then times the scale, rounded, if there is one."""
     minus = "minus" if offset is None else f"${offset}"
     lines = []
     for pair in range(4):
@@ -48,6 +48,8 @@ def _int4_word(first: int, word: int, offset: int | None) -> str:
             source = "s"
         lines.append(f"lop3.b32 ${first + pair}, {source}, 0x000F000F, 0x43004300, 0xEA;")
         lines.append(f"fma.rn.bf16x2 ${first + pair}, ${first + pair}, one, {minus};")
+        if scale is not None:
+            lines.append(f"fma.rn.bf16x2 ${first + pair}, ${first + pair}, ${scale}, zero;")
     return "\n".join(lines)
 
 
@@ -71,7 +73,9 @@ _HEAD = """{ .reg .b32 s, d, one, minus, zero;
     """
 _INT4 = gl.constexpr(_HEAD + _int4_word(0, 8, None) + _int4_word(4, 9, None) + "}")
 _INT4_ZEROS = gl.constexpr(_HEAD + _int4_word(0, 8, 10) + _int4_word(4, 9, 11) + "}")
-_E2M1 = gl.constexpr(_HEAD + _e2m1_word(0, 8, 10) + _e2m1_word(4, 9, 11) + "}")
+INT4_SCALED = gl.constexpr(_HEAD + _int4_word(0, 8, None, 10) + _int4_word(4, 9, None, 11) + "}")
+INT4_ZEROS_SCALED = gl.constexpr(_HEAD + _int4_word(0, 8, 12, 10) + _int4_word(4, 9, 13, 11) + "}")
+E2M1 = gl.constexpr(_HEAD + _e2m1_word(0, 8, 10) + _e2m1_word(4, 9, 11) + "}")
 
 
 @gluon.constexpr_function
@@ -88,7 +92,7 @@ def tokens_layout(num_shares: int, num_warps: int) -> gl.SliceLayout:
 
 
 @gluon.constexpr_function
-def _words_layout(num_shares: int, num_blocks: int, num_warps: int) -> gl.DistributedLinearLayout:
+def words_layout(num_shares: int, num_blocks: int, num_warps: int) -> gl.DistributedLinearLayout:
     """Words [share of K, block of 8 rows, row 8, lane of four 4, word 4]: what each lane needs of an operand."""
     registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 1, 0, 0, 0]]
     warps, block = [], 2
@@ -153,7 +157,7 @@ def _decoded(words, scales, zeros, FORMAT: gl.constexpr):  # type: ignore[no-unt
     else:
         pair = words  # not used
     return gl.inline_asm_elementwise(
-        _E2M1 if FORMAT == "e2m1" else _INT4_ZEROS if FORMAT == "int4 zeros" else _INT4,
+        E2M1 if FORMAT == "e2m1" else _INT4_ZEROS if FORMAT == "int4 zeros" else _INT4,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
         [words, pair],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -225,7 +229,7 @@ def _prefetch_shares(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Ask for FAR groups of each share and block of rows, behind those that are loaded first."""
     i = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    block = _block(tile, i % NUM_BLOCKS, num_outputs, NUM_BLOCKS, SWIGLU)
+    block = block_of_tile(tile, i % NUM_BLOCKS, num_outputs, NUM_BLOCKS, SWIGLU)
     group = _share_begin(part * SHARES + i // NUM_BLOCKS, GROUPS, SPLIT * SHARES) + AHEAD
     address = words + block.to(gl.int64) * (GROUPS * _WORDS) + group * _WORDS
     wanted = (i < NUM_BLOCKS * SHARES) & (group + FAR <= GROUPS)
@@ -243,13 +247,13 @@ def walk(  # type: ignore[no-untyped-def]
     any; in `tokens_layout`. UNROLL: of few groups, so that nothing is asked for again after the last ones."""
     MMA: gl.constexpr = mma_layout(SHARES, WARPS)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    W: gl.constexpr = _words_layout(SHARES, NUM_BLOCKS, WARPS)
+    W: gl.constexpr = words_layout(SHARES, NUM_BLOCKS, WARPS)
     PARTS: gl.constexpr = SPLIT * SHARES
     EVEN: gl.constexpr = GROUPS % (PARTS * AHEAD) == 0
     STEPS: gl.constexpr = ((GROUPS + PARTS - 1) // PARTS + AHEAD - 1) // AHEAD
     SCALES: gl.constexpr = scales_of(FORMAT)
 
-    block = _block(tile, index_along(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
+    block = block_of_tile(tile, index_along(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
     g, t, i = index_along(8, 2, 5, W), index_along(4, 3, 5, W), index_along(4, 4, 5, W)
     share = part * SHARES + index_along(SHARES, 0, 5, W)
     w_begin, w_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
@@ -258,7 +262,7 @@ def walk(  # type: ignore[no-untyped-def]
     if FORMAT == "e2m1":
         scale_at, s_begin, s_end = scales + (block * (GROUPS * SCALES) + g * 8 + t // 2 * 4 + i), w_begin, w_end
     else:
-        row_block = _block(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
+        row_block = block_of_tile(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
         s_begin, s_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
         scale_at = scales + row_block * (GROUPS * SCALES) + row % 8
     zero_at = None
@@ -294,7 +298,7 @@ def walk(  # type: ignore[no-untyped-def]
     acc_OM = gl.sum(acc, axis=0)
     if FORMAT == "e2m1":
         o = index_along(NUM_BLOCKS * 8, 0, 2, gl.SliceLayout(0, MMA))
-        o_multiplier = gl.load(multipliers + _block(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
+        o_multiplier = gl.load(multipliers + block_of_tile(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
         acc_OM *= o_multiplier * 256.0
     return acc_OM
 
@@ -345,7 +349,7 @@ def _share_begin(share, GROUPS: gl.constexpr, PARTS: gl.constexpr):  # type: ign
 
 
 @gluon.jit
-def _block(tile, i, num_outputs, NUM_BLOCKS: gl.constexpr, SWIGLU: gl.constexpr):  # type: ignore[no-untyped-def]
+def block_of_tile(tile, i, num_outputs, NUM_BLOCKS: gl.constexpr, SWIGLU: gl.constexpr):  # type: ignore[no-untyped-def]
     """The weight's block of eight rows that is the i-th of a tile."""
     if SWIGLU:
         return tile * (NUM_BLOCKS // 2) + i // 2 + i % 2 * (num_outputs // 8)

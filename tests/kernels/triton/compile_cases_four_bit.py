@@ -7,6 +7,7 @@ from typing import Any
 from agentspec.kernels.triton import four_bit_experts, four_bit_layers
 from agentspec.kernels.triton.experts_four_bit import four_bit_down_kernel, four_bit_gate_up_kernel
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan
+from agentspec.kernels.triton.grouped_four_bit_hopper import BLOCKS_M, four_bit_prompt_kernel
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, on_targets
 
@@ -125,7 +126,47 @@ def _experts(
     )
 
 
+def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, warps: int = 4) -> CompileCase:
+    types = {
+        **dict.fromkeys(("out", "x"), "*bf16"),
+        **dict.fromkeys(("weights", "multipliers"), "*fp32"),
+        **dict.fromkeys(("pairs", "tiles", "words"), "*i32"),
+        "scales": "*u8" if form == "e2m1" else "*bf16",
+        "zeros": "*u8",
+    }
+    absent = [] if form == "int4 zeros" else ["zeros"]
+    absent += [] if form == "e2m1" else ["multipliers"]
+    absent += ["weights"] if is_swiglu else []
+    constexprs = dict.fromkeys(absent) | {
+        "GROUPS": depth // 128,
+        "FORMAT": form,
+        "SWIGLU": is_swiglu,
+        "BLOCK_M": block_m,
+        "WARPS": warps,
+    }
+    names = [name for name in four_bit_prompt_kernel.arg_names if name not in constexprs and name != "PDL"]
+    return CompileCase(
+        name=f"four_bit prompt {form} {rows} x {depth} M={block_m} w{warps}" + " gated" * is_swiglu,
+        kernel=four_bit_prompt_kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs=constexprs,
+        num_warps=warps,
+        multiples_of_16=("x_stride", "num_outputs"),
+        stack_bytes=32 if block_m == 128 else 0,  # none with Triton 3.6
+        instructions=("wgmma.mma_async", "ld.global.v4", "cp.async.cg.shared"),
+    )
+
+
 CASES = [
+    *(
+        case
+        for form in _FORMATS
+        for block_m in BLOCKS_M
+        for case in (
+            _prompt(form, 1024, 2048, block_m=block_m, is_swiglu=True),
+            _prompt(form, 2048, 512, block_m=block_m, is_swiglu=False),
+        )
+    ),
     *(
         case
         for form in _FORMATS

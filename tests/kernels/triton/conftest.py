@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentspec.kernels.triton import four_bit_experts, four_bit_layers, gated_delta_ring
+from agentspec.kernels.triton import four_bit_experts, four_bit_layers, gated_delta_ring, grouped_four_bit_hopper
 from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.triton.gluon_in_interpreter import (
     interpreted_four_bit,
     interpreted_four_bit_experts,
+    interpreted_four_bit_prompt,
     interpreted_ring_step,
 )
 from tests.kernels.triton.poison import poison_new_memory
@@ -34,6 +35,7 @@ def _quick_interpreter() -> Iterator[None]:
             gate_up, down = interpreted_four_bit_experts()
             patch.setattr(four_bit_experts, "four_bit_gate_up_kernel", gate_up)
             patch.setattr(four_bit_experts, "four_bit_down_kernel", down)
+            patch.setattr(grouped_four_bit_hopper, "four_bit_prompt_kernel", interpreted_four_bit_prompt())
         yield
 
 

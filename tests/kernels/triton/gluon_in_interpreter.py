@@ -1,6 +1,7 @@
-"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py, linear_four_bit.py and experts_four_bit.py in
-Triton's interpreter, which does not support Gluon. Shared memory, barriers, copies and matrix units are replaced by
-plain operations, which also check the synchronization whose absence a GPU would not report.
+"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py, linear_four_bit.py, experts_four_bit.py and
+grouped_four_bit_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory, barriers, copies and
+matrix units are replaced by plain operations, which also check the synchronization whose absence a GPU would not
+report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -14,13 +15,20 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from agentspec.kernels.four_bit import E2M1
 from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS
-from agentspec.kernels.triton import experts_four_bit, gated_delta_ring, linear_four_bit, prefill_attention_hopper
+from agentspec.kernels.triton import (
+    experts_four_bit,
+    gated_delta_ring,
+    grouped_four_bit_hopper,
+    linear_four_bit,
+    prefill_attention_hopper,
+)
 
 
 class _Buffer:
@@ -103,6 +111,8 @@ class _Machine:
     def __init__(self) -> None:
         self.under_way: list[_Product] = []
         self.waited_for: set[_Buffer] = set()
+        self.gathered: list[tuple[_Buffer, Any]] = []
+        self.dot = tl.dot
 
     def barrier(self) -> None:
         for buffer in self.waited_for:
@@ -128,6 +138,18 @@ class _Machine:
             block = pool.block(place)
             barrier.copies.append((buffer, block, block.handle.data.nbytes))
 
+    def gather(self, buffer: _Buffer, pointers: Any) -> None:
+        """A copy by the threads, which lands when they wait for it."""
+        assert buffer.reader is None, "a copy to a buffer that still has readers"
+        buffer.data = None
+        self.gathered.append((buffer, tl.load(pointers)))
+
+    def wait_group(self, num_outstanding: int) -> None:
+        assert num_outstanding == 0
+        for buffer, values in self.gathered:
+            buffer.data = values
+        self.gathered.clear()
+
     def wait_barrier(self, barrier: _Barrier, phase: Any) -> None:
         assert int(_number(phase)) == barrier.phase % 2, "a wait for a phase that is not in flight"
         assert barrier.bytes, "a wait for a barrier that expects no bytes would hang"
@@ -143,7 +165,7 @@ class _Machine:
         buffers = [x for x in (a, b.buffer if isinstance(b, _Transposed) else b) if isinstance(x, _Buffer)]
         assert not isinstance(sums, _Product) or sums.is_done, "an accumulator of a product in flight"
         right = tl.trans(b.buffer.data) if isinstance(b, _Transposed) else b.data
-        value = tl.dot(a.data if isinstance(a, _Buffer) else a, right)
+        value = self.dot(a.data if isinstance(a, _Buffer) else a, right)
         return _Product(self, value + _plain(sums) if use_acc else value, buffers)
 
     def wait_products(self, num_outstanding: int, deps: list[Any]) -> Any:
@@ -307,6 +329,49 @@ def interpreted_four_bit_experts() -> tuple[Any, Any]:
     return _Kernel(names["four_bit_gate_up_kernel"]), _Kernel(names["four_bit_down_kernel"])
 
 
+def interpreted_four_bit_prompt() -> Any:
+    """The kernel of grouped_four_bit_hopper.py. Decoded weights are float32 with bfloat16's values."""
+    machine = _Machine()
+    machine.dot = lambda a, b: tl.dot(a, b.to(tl.float32))
+    copies = SimpleNamespace(async_load=machine.gather, commit_group=lambda: None, wait_group=machine.wait_group)
+    names = _interpreted(grouped_four_bit_hopper, machine.allocate, async_copy=copies)
+    walk = _four_bit_names()
+    names.update({name: walk[name] for name in ("block_of_tile", "gated", "index_along", "layout_of", "scales_of")})
+    names.update(
+        words_layout=lambda *_: "registers",
+        fence_async_shared=lambda: None,
+        warpgroup_mma=machine.product,
+        warpgroup_mma_init=lambda value: value,
+        warpgroup_mma_wait=machine.wait_products,
+        _barrier=machine.barrier,
+        _decoded=_rounded,
+    )
+    halves = names["_halves"]
+
+    def pairs(scales: Any, zeros: Any, FORMAT: str, WARPS: int) -> tuple[Any, Any, Any, Any]:
+        scales = scales if FORMAT == "e2m1" else scales.to(tl.float32)
+        zeros = zeros if FORMAT == "int4 zeros" else scales
+        return (*halves(scales, WARPS), *halves(zeros, WARPS))
+
+    names["_pairs"] = pairs
+    return _Kernel(names["four_bit_prompt_kernel"])
+
+
+def _rounded(words: Any, scales: Any, offset: Any, FORMAT: str) -> list[Any]:
+    """As that kernel's `_decoded`."""
+    by_word = []
+    for word in range(2):
+        of_word = scales.handle.data[..., word : word + 1]
+        zero = offset.handle.data[..., word : word + 1].astype(np.float32) if FORMAT == "int4 zeros" else 8
+        by_word += _decoded_words(
+            words.handle.data[..., word : word + 1].view(np.uint32), of_word if FORMAT == "e2m1" else None, zero
+        )
+        if FORMAT != "e2m1":
+            by_word[-4:] = [values * of_word for values in by_word[-4:]]
+    rounded = [torch.from_numpy(values).bfloat16().float().numpy() for values in by_word]
+    return [tl.tensor(TensorHandle(x, tl.float32), tl.block_type(tl.float32, list(x.shape))) for x in rounded]
+
+
 def _four_bit_names() -> dict[str, Any]:
     """What linear_four_bit.py defines."""
     names = _interpreted(linear_four_bit, None, mma_v2=lambda a, b, sums: sums + tl.dot(a, b.to(tl.float32)))
@@ -331,7 +396,7 @@ def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
 
 
 def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
-    """Four pairs of words [..., 2], of which each is [..., 2 x 2]: word, half. scales: of floats, in five exponent and
+    """Four pairs of words [..., n], of which each is [..., n x 2]: word, half. scales: of floats, in five exponent and
     three fraction bits; times 2^-8, as in the kernel, whose multipliers make up for it."""
     pairs = []
     for pair in range(4):
@@ -345,7 +410,7 @@ def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
                 scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
                 value = np.array([*E2M1, *(-x for x in E2M1)])[code] * scale
             halves.append(value)
-        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 4).astype(np.float32))
+        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 2 * words.shape[-1]).astype(np.float32))
     return pairs
 
 

@@ -15,10 +15,12 @@ from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.reference import fused as reference
-from agentspec.kernels.triton import four_bit_experts, mixture
+from agentspec.kernels.triton import four_bit_experts, grouped_four_bit_hopper, mixture
+from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.experts import Visits
 from agentspec.kernels.triton.four_bit_experts import down_plan, gate_up_plan
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan
+from agentspec.kernels.triton.grouped_four_bit_hopper import PromptPlan
 from agentspec.kernels.triton.mixture import Placement
 from agentspec.kernels.triton.routing import Routing
 from agentspec.kernels.weights import Plain, Weight, quantize_blocks
@@ -201,9 +203,48 @@ def test_activations_in_full_precision_meet_expanded_weights(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_prompts_match_reference(form: FourBitForm, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "MOST_TOKENS", 5)
-    weights = mixture_of(form, 256, 3, 128, 2, 6, device)
-    x, norm = inputs(20, 256, 6, device)
-    assert_near(mixture.expert_sum(x, norm, weights), expected_sum(x, norm, weights), form)
+    weights = mixture_of(form, 128, 3, 128, 1, 6, device)
+    x, norm = inputs(12, 128, 6, device)
+    assert grouped_four_bit_hopper.is_supported(weights.gate_up_X2IH, weights.down_XHI, DTYPE, device)
+    expected = expected_sum(x, norm, weights)
+    assert_near(mixture.expert_sum(x, norm, weights), expected, form, 2**-7)
+    if form == INT4:
+        monkeypatch.setattr(grouped_four_bit_hopper, "is_supported", lambda *_: False)
+        assert_near(mixture.expert_sum(x, norm, weights), expected, "experts expanded", 2**-7)
+
+
+PROMPTS = [
+    (INT4, PromptPlan(block_m=32, warps=4), [3, 0, 1]),
+    (ZEROS, PromptPlan(block_m=64, warps=4), [70, 0, 2]),
+    (NVFP4, PromptPlan(block_m=32, warps=8), [33, 1, 0]),
+    (INT4, PromptPlan(block_m=128, warps=4), [130, 5, 0]),
+]
+
+
+@pytest.mark.parametrize(("form", "plan", "counts"), PROMPTS, ids=str)
+def test_prompt_products_match_rounded_weights(
+    form: FourBitForm, plan: PromptPlan, counts: list[int], device: torch.device
+) -> None:
+    """Tiles that are full, almost empty, and missing; experts that no token visits."""
+    rows, depth = 2 * plan.rows, 256
+    gate_up, down = (random_tiles(form, (3, rows, depth), seed, device) for seed in (1, 2))
+    ids_P = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    ids_P = ids_P[torch.randperm(len(ids_P), generator=torch.Generator().manual_seed(3))].to(device)
+    x, _ = inputs(len(ids_P), depth, 4, device)
+    groups = group_pairs(ids_P.int()[:, None].contiguous(), 3, plan.block_m)
+    order = groups.pairs_P.long()
+    h = grouped_four_bit_hopper.gate_up(plan, grouped_four_bit_hopper.operand_order(x), gate_up, groups, 1)
+    rounded = torch.bfloat16 if form.kind == "int4" else torch.float32
+    exact = [weight.dequantize(rounded).double() for weight in (gate_up, down)]
+    gate, up = torch.einsum("pk,pok->po", x.double(), exact[0][ids_P]).chunk(2, -1)
+    expected = grouped_four_bit_hopper.operand_order((silu(gate) * up)[order])
+    assert_near(h, expected, (plan, counts))
+    weights = torch.linspace(0.5, 1.5, len(ids_P), device=device)[:, None]
+    inner, _ = inputs(len(ids_P), depth, 5, device)
+    parts = grouped_four_bit_hopper.down(
+        plan, grouped_four_bit_hopper.operand_order(inner)[order].contiguous(), down, groups, weights, DTYPE
+    )
+    assert_near(parts[:, 0], weights * torch.einsum("pk,pok->po", inner.double(), exact[1][ids_P]), (plan, counts))
 
 
 def test_a_shared_expert_in_8_bits_is_not_placed_among_routed(device: torch.device) -> None:

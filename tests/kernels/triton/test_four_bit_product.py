@@ -43,9 +43,9 @@ def operands(
     return x, FourBitTiles.of(weight.to(device))
 
 
-def assert_near(got: Tensor, expected: Tensor, note: object) -> None:
+def assert_near(got: Tensor, expected: Tensor, note: object, tolerance: float = TOLERANCE) -> None:
     error = ((got.double() - expected).norm() / expected.norm()).item()
-    assert error < TOLERANCE, f"{note}: relative error {error}"
+    assert error < tolerance, f"{note}: relative error {error}"
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
