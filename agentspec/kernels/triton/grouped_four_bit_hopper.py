@@ -53,6 +53,8 @@ from agentspec.kernels.weights import Weight
 BLOCKS_M = (32, 64, 128)
 """Tokens that a program may have."""
 _COLUMNS = tl.constexpr(128)
+_TWO_STEPS = 256
+"""Columns."""
 _HALF = tl.constexpr(64)
 """Columns of a step's first half, and of its second."""
 _WORDS = tl.constexpr(128)
@@ -82,9 +84,14 @@ class PromptPlan:
 
 def is_supported(gate_up_X2IH: Weight, down_XHI: Weight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels multiply experts of these shapes with activations of this type on this device."""
-    weights = (gate_up_X2IH, down_XHI)
-    if not all(isinstance(weight, FourBitTiles) and weight.shape[1] % plan_for(1, 1).rows == 0 for weight in weights):
-        return False
+    for weight in (gate_up_X2IH, down_XHI):
+        # Triton 3.6 fails to compile a loop of a single step.
+        if (
+            not isinstance(weight, FourBitTiles)
+            or weight.shape[1] % plan_for(1, 1).rows
+            or weight.shape[2] < _TWO_STEPS
+        ):
+            return False
     return INTERPRETED or (dtype == torch.bfloat16 and _is_hopper(device))
 
 

@@ -203,8 +203,8 @@ def test_activations_in_full_precision_meet_expanded_weights(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_prompts_match_reference(form: FourBitForm, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "MOST_TOKENS", 5)
-    weights = mixture_of(form, 128, 3, 128, 1, 6, device)
-    x, norm = inputs(12, 128, 6, device)
+    weights = mixture_of(form, 256, 3, 256, 1, 6, device)
+    x, norm = inputs(12, 256, 6, device)
     assert grouped_four_bit_hopper.is_supported(weights.gate_up_X2IH, weights.down_XHI, DTYPE, device)
     expected = expected_sum(x, norm, weights)
     assert_near(mixture.expert_sum(x, norm, weights), expected, form, 2**-7)
