@@ -1,6 +1,7 @@
 """`agentspec serve` with real processes and sockets: its output, its requests, and every kind of exit.
 
-Both processes of a server have its stdout. So a test that reads the pipe to its end proves that both have ended.
+Both processes of a server have its stdout. So a test that reads the pipe to its end proves that both have ended. Where
+no model is the subject, the engine's process is the light one of the chaos suite, which starts without torch.
 """
 
 from __future__ import annotations
@@ -24,18 +25,12 @@ import pytest
 
 from agentspec.commands import cli
 
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from agentspec.commands.cli import main; raise SystemExit(main())",
-    "serve",
-    "--port",
-    "0",
-    "--device",
-    "cpu",
-    "--memory",
-    "0.2",
-]
+REAL = ["-c", "from agentspec.commands.cli import main; raise SystemExit(main())"]
+LIGHT = ["-m", "tests.chaos.light_serve"]
+FLAGS = ["serve", "--port", "0", "--device", "cpu", "--memory", "0.2"]
+NAMED = ["--served-model-name", "tiny-agent"]
+ENGINES = ("agentspec.engine.start", "tests.chaos.light_engine")
+"""Modules of the engines' processes."""
 CHAT: dict[str, Any] = {
     "model": "tiny-agent",
     "messages": [{"role": "user", "content": "Where is order 7?"}],
@@ -45,6 +40,7 @@ ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 """Takes minutes to generate, so that a test that waited for its end would time out."""
 
 
+ROOT = Path(__file__).resolve().parents[1]
 BETWEEN_ASKS = 0.02
 """Seconds."""
 
@@ -96,17 +92,21 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts servers and kills those that are left."""
     started: list[Served] = []
 
-    def start(*flags: str, in_engine: str = "", wait: bool = True, num_descriptors: int | None = None) -> Served:
-        """in_engine: code that the engine's process runs before it loads. num_descriptors: the server's limit."""
+    def start(
+        *flags: str, light: bool = False, in_engine: str = "", wait: bool = True, num_descriptors: int | None = None
+    ) -> Served:
+        """light: with the light engine. in_engine: code that the engine's process runs before it loads.
+        num_descriptors: the server's limit."""
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
             (tmp_path / "sitecustomize.py").write_text(
-                f"import sys\nif 'agentspec.engine.start' in sys.orig_argv:\n    {in_engine}\n"
+                f"import sys\nif not {{*{ENGINES}}}.isdisjoint(sys.orig_argv):\n    {in_engine}\n"
             )
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
         limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]
+        command = [*limited, sys.executable, *(LIGHT if light else REAL), *FLAGS, *(NAMED if light else ()), *flags]
         process = subprocess.Popen(
-            [*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
         started.append(Served(process, tmp_path))
         if wait:
@@ -194,7 +194,7 @@ def test_a_hanging_chat_template_delays_only_its_requests(serve: Serve, tmp_path
     """It doesn't delay the end of the server either, whose text process is killed with it."""
     own = tmp_path / "own.jinja"
     own.write_text("{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}")
-    served = serve("--chat-template", str(own), "--text-timeout", "3", "--drain", "0")
+    served = serve("--chat-template", str(own), "--text-timeout", "3", "--drain", "0", light=True)
     client, hang = served.client, CHAT | {"messages": [{"role": "user", "content": "hang"}]}
     with streaming(served, ENDLESS) as lines, ThreadPoolExecutor() as pool:
         hanging = pool.submit(client.post, "/v1/chat/completions", json=hang)
@@ -219,7 +219,7 @@ def test_a_hanging_chat_template_delays_only_its_requests(serve: Serve, tmp_path
 def test_a_template_that_hangs_at_the_start_is_refused_within_its_deadline(serve: Serve, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(FOREVER)
-    served = serve("./nowhere", "--chat-template", str(own), "--text-timeout", "1", wait=False)
+    served = serve("./nowhere", "--chat-template", str(own), "--text-timeout", "1", light=True, wait=False)
     words = f"agentspec: error: {own}: the chat template did not end within 1 seconds (--text-timeout)\n"
     assert served.end() == (2, "", words)
 
@@ -232,7 +232,7 @@ def test_a_signal_ends_a_start_with_a_hanging_template(
     own.write_text(FOREVER)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    served = serve("--chat-template", str(own), "--port", str(port), "--text-timeout", "300", wait=False)
+    served = serve("--chat-template", str(own), "--port", str(port), "--text-timeout", "300", light=True, wait=False)
     served.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
     served.wait_for(lambda health: True)
     served.process.send_signal(number)
@@ -241,14 +241,15 @@ def test_a_signal_ends_a_start_with_a_hanging_template(
 
 def test_a_huge_text_is_refused_before_it_is_tokenised(serve: Serve) -> None:
     """The number of bytes shows that it is too long: the text process isn't used, and so isn't killed for it."""
-    served = serve("--max-context", "4096", "--text-timeout", "5")
+    served = serve("--text-timeout", "5", light=True)
+    max_context = served.client.get("/v1/models").json()["data"][0]["max_model_len"]
     for path, body in (
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * (24 << 20)}]}),
         ("completions", {"prompt": "a " * (12 << 20)}),
     ):
         refused = served.client.post(f"/v1/{path}", json={"model": "tiny-agent", **body})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert "exceeds the context limit of 4096 tokens" in refused.json()["error"]["message"]
+        assert f"exceeds the context limit of {max_context} tokens" in refused.json()["error"]["message"]
     served.process.send_signal(signal.SIGTERM)
     assert served.end() == (0, "", "")
 
@@ -314,7 +315,7 @@ def test_keys_are_reloaded_on_sighup(serve: Serve, tmp_path: Path) -> None:
 
     file = tmp_path / "keys.toml"
     file.write_text(entry("alice"))
-    served = serve("--keys", str(file))
+    served = serve("--keys", str(file), light=True)
     assert "required" in served.page
 
     def status(key: str) -> int:
@@ -341,7 +342,7 @@ def test_keys_are_reloaded_on_sighup(serve: Serve, tmp_path: Path) -> None:
 def test_idle_sockets_and_unfinished_bodies_do_not_block_others(serve: Serve) -> None:
     """Before the fix, 100 of the first kind blocked /health of a server with 64 descriptors, and 264 of the second kind
     blocked every request."""
-    served = serve(num_descriptors=64)
+    served = serve(light=True, num_descriptors=64)
     address = (served.client.base_url.host, served.client.base_url.port or 0)
     body = json.dumps(CHAT | {"max_tokens": 4}).encode()
     half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (
@@ -358,7 +359,7 @@ def test_idle_sockets_and_unfinished_bodies_do_not_block_others(serve: Serve) ->
 
 
 def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
-    served = serve("--max-running", "1", "--max-queue", "0")
+    served = serve("--max-running", "1", "--max-queue", "0", light=True)
     with streaming(served, ENDLESS) as lines:
         refused = served.client.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -371,7 +372,7 @@ def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
 
 
 def test_running_requests_may_end_within_the_drain_time(serve: Serve) -> None:
-    served = serve()
+    served = serve(light=True)
     with streaming(served, ENDLESS | {"max_tokens": 30}) as lines:
         served.process.send_signal(signal.SIGTERM)
         assert reasons(lines) == (["length"], "data: [DONE]")
@@ -388,7 +389,7 @@ def test_the_engine_ends_with_its_server(serve: Serve) -> None:
 
 
 def test_drain_0_ends_requests_at_once(serve: Serve) -> None:
-    served = serve("--drain", "0")
+    served = serve("--drain", "0", light=True)
     with streaming(served, ENDLESS) as lines:
         served.process.send_signal(signal.SIGTERM)
         assert reasons(lines) == (["abort"], "data: [DONE]")
@@ -396,7 +397,7 @@ def test_drain_0_ends_requests_at_once(serve: Serve) -> None:
 
 
 def test_a_server_exits_when_its_engine_ended(serve: Serve) -> None:
-    served = serve(in_engine="import os; print('engine', os.getpid(), flush=True)")
+    served = serve(light=True, in_engine="import os; print('engine', os.getpid(), flush=True)")
     engine = int(served.page.split()[1])
     with streaming(served, ENDLESS) as lines:
         os.kill(engine, signal.SIGKILL)
@@ -409,7 +410,9 @@ def test_a_server_exits_when_its_engine_ended(serve: Serve) -> None:
 def test_with_restart_an_ended_engine_is_started_again_once(serve: Serve) -> None:
     """The server keeps its own state, and requests during the restart are told to retry."""
     waits = "gate = pathlib.Path(__file__).with_name('gate'); gate.exists() and gate.read_bytes()"
-    served = serve("--restart", in_engine=f"import os, pathlib; print('engine', os.getpid(), flush=True); {waits}")
+    served = serve(
+        "--restart", light=True, in_engine=f"import os, pathlib; print('engine', os.getpid(), flush=True); {waits}"
+    )
     client = served.client
     gate = served.folder / "gate"
     os.mkfifo(gate)
@@ -438,7 +441,9 @@ def test_with_restart_an_ended_engine_is_started_again_once(serve: Serve) -> Non
 def test_a_signal_ends_the_server_while_the_engine_restarts(serve: Serve) -> None:
     hangs = "(pathlib.Path(__file__).parent / 'hang').exists() and threading.Event().wait()"
     served = serve(
-        "--restart", in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}"
+        "--restart",
+        light=True,
+        in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}",
     )
     (served.folder / "hang").touch()
     os.kill(int(served.page.split()[1]), signal.SIGKILL)
@@ -449,7 +454,7 @@ def test_a_signal_ends_the_server_while_the_engine_restarts(serve: Serve) -> Non
 
 
 def test_a_stopped_engine_shows_in_health(serve: Serve) -> None:
-    served = serve("--heartbeat", "4", in_engine="import os; print('engine', os.getpid(), flush=True)")
+    served = serve("--heartbeat", "4", light=True, in_engine="import os; print('engine', os.getpid(), flush=True)")
     engine = int(served.page.split()[1])
     os.kill(engine, signal.SIGSTOP)
     health = served.wait_for(lambda health: health.status_code != 200)
@@ -505,7 +510,7 @@ def test_a_template_that_computes_its_control_tokens_is_refused(serve: Serve, tm
     (tmp_path / "own.jinja").write_text(
         "{% for message in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ message.content }}{% endfor %}"
     )
-    code, page, log = serve("--chat-template", str(tmp_path / "own.jinja"), wait=False).end()
+    code, page, log = serve("--chat-template", str(tmp_path / "own.jinja"), light=True, wait=False).end()
     assert (code, page) == (2, "")
     assert "own.jinja: control tokens that this chat template computes" in log
     assert "--trust-client-text" in log

@@ -1,5 +1,5 @@
 """An engine process without torch and without a model: `python -m tests.chaos.light_engine FD`, in place of
-agentspec.engine.process.
+agentspec.engine.start.
 
 Scheduler, step loop, cache, engine thread and the link to the server are the real ones. Only the device is scripted: it
 fails at the first row or page with wrong content, its next token is a function of all tokens before it, and a step
