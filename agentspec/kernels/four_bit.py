@@ -62,8 +62,8 @@ class FourBitForm:
 
     @property
     def format(self) -> str:
-        """The form as kernels name it: int4, int4 zeros, e2m1."""
-        return "int4 zeros" if self.has_zeros else self.kind
+        """The form as kernels name it: int4, int4 zeros, the same "by 32", e2m1."""
+        return self.kind + " zeros" * self.has_zeros + " by 32" * (self.group == 32)
 
     def empty(self, shape: tuple[int, ...], device: torch.device) -> FourBit:
         """Allocate a weight [..., O, K] without initializing it."""

@@ -41,9 +41,9 @@ are those of a bfloat16 in turn. Code e * 8 + m is 2^(e - E5M3_BIAS) * (1 + m / 
 
 def has_tiles(form: FourBitForm, shape: Sequence[int]) -> bool:
     """Whether a weight [..., O, K] can be in tiles: whole pairs of tiles, with the groups of most published formats."""
-    group = 16 if form.kind == "e2m1" else TILE_COLUMNS
+    groups = (16,) if form.kind == "e2m1" else (32, TILE_COLUMNS)
     whole = len(shape) in {2, 3} and shape[-2] % (2 * TILE_ROWS) == 0 and shape[-1] % TILE_COLUMNS == 0
-    return whole and form.group == group
+    return whole and form.group in groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class FourBitTiles(FourBitParts):
     """The weight [..., O, K] that `rows()` defines, in tiles.
 
     values: int32 [..., R, C, 8, 4, 4], contiguous except for slices of columns. scales: of int4 form.scale_dtype [...,
-    R, C, 8]; of e2m1 uint8 [..., R, C, row 8, half 2, i 4], as E5M3_BIAS says, those of columns 32 i + 16 half + 0..15.
-    zeros: uint8 [..., R, C, 8]."""
+    R, C, 8], or in groups of 32 [..., R, C, row 8, i 4]; of e2m1 uint8 [..., R, C, row 8, half 2, i 4], as E5M3_BIAS
+    says, those of columns 32 i + 16 half + 0..15. zeros: uint8, of the shape of int4's scales."""
 
     @classmethod
     def empty(cls, form: FourBitForm, shape: Sequence[int], device: torch.device) -> FourBitTiles:
@@ -60,12 +60,13 @@ class FourBitTiles(FourBitParts):
         assert has_tiles(form, shape), f"{form} {shape}"
         *stack, num_rows, depth = shape
         tiles, is_float = (*stack, num_rows // TILE_ROWS, depth // TILE_COLUMNS), form.kind == "e2m1"
-        of_scales, dtype = ((8, 2, 4), torch.uint8) if is_float else ((8,), form.scale_dtype)
+        of_groups = (8,) if form.group == TILE_COLUMNS else (8, 4)
+        of_scales, dtype = ((8, 2, 4), torch.uint8) if is_float else (of_groups, form.scale_dtype)
         return cls(
             form=form,
             values=torch.empty((*tiles, 8, 4, 4), dtype=torch.int32, device=device),
             scales=torch.empty((*tiles, *of_scales), dtype=dtype, device=device),
-            zeros=torch.empty((*tiles, 8), dtype=torch.uint8, device=device) if form.has_zeros else None,
+            zeros=torch.empty((*tiles, *of_groups), dtype=torch.uint8, device=device) if form.has_zeros else None,
             multipliers=torch.empty((*stack, num_rows), device=device) if is_float else None,
         )
 
@@ -82,8 +83,8 @@ class FourBitTiles(FourBitParts):
         return cls(
             form=weight.form,
             values=_tile_codes(codes, _bits_of(weight.form)),
-            scales=_tile_e4m3(scales) if weight.form.kind == "e2m1" else _tile_groups(scales),
-            zeros=None if weight.zeros is None else _tile_groups(weight.zeros),
+            scales=_tile_e4m3(scales) if weight.form.kind == "e2m1" else _tile_groups(scales, weight.form),
+            zeros=None if weight.zeros is None else _tile_groups(weight.zeros, weight.form),
             multipliers=weight.multipliers,
         )
 
@@ -92,8 +93,8 @@ class FourBitTiles(FourBitParts):
         return FourBit(
             form=self.form,
             values=pack(_untile_codes(self.values, _bits_of(self.form))),
-            scales=_untile_e4m3(self.scales) if self.form.kind == "e2m1" else _untile_groups(self.scales),
-            zeros=None if self.zeros is None else _untile_groups(self.zeros),
+            scales=_untile_e4m3(self.scales) if self.form.kind == "e2m1" else _untile_groups(self.scales, self.form),
+            zeros=None if self.zeros is None else _untile_groups(self.zeros, self.form),
             multipliers=self.multipliers,
         )
 
@@ -172,14 +173,17 @@ def _untile_codes(words: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     return codes.view(*stack, num_tile_rows * 8, num_tile_columns * 128)
 
 
-def _tile_groups(groups: Tensor) -> Tensor:
-    """[..., R, C, 8] from [..., O, C], contiguous."""
-    tiles: Tensor = groups.unflatten(-2, (-1, TILE_ROWS))
-    return tiles.transpose(-1, -2).contiguous()
+def _tile_groups(groups: Tensor, form: FourBitForm) -> Tensor:
+    """[..., R, C, 8] or [..., R, C, 8, 4] from [..., O, G], contiguous."""
+    each = TILE_COLUMNS // form.group
+    tiles: Tensor = groups.unflatten(-1, (-1, each)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
+    return (tiles.squeeze(-1) if each == 1 else tiles).contiguous()
 
 
-def _untile_groups(tiles: Tensor) -> Tensor:
-    return tiles.transpose(-1, -2).flatten(-3, -2)
+def _untile_groups(tiles: Tensor, form: FourBitForm) -> Tensor:
+    """The inverse of `_tile_groups`."""
+    tiles = tiles if form.group < TILE_COLUMNS else tiles[..., None]
+    return tiles.transpose(-3, -2).flatten(-4, -3).flatten(-2)
 
 
 def _tile_e4m3(scales: Tensor) -> Tensor:

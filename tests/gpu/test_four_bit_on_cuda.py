@@ -21,6 +21,7 @@ from agentspec.models.qwen3_5 import Qwen3_5Model
 from benchmarks.published import CONFIGS, spec_of
 from tests.fakes.checkpoints import Family
 from tests.fakes.forced_blocks import ForcedPrompts, random_twins
+from tests.fakes.four_bit_layouts import official_gptq
 from tests.gpu.test_fp8_on_cuda import PROMPTS, SPREAD, check_decode_blocks, check_streams, weights_of
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
 from tests.properties.real_model import write_agreeing_four_bit_checkpoint
@@ -50,6 +51,12 @@ def in_nvfp4(config: TextConfig) -> TextConfig:
     return replace(cut(config), quantization=parse_quantization({"quantization_config": NVFP4}, {}, "test"))
 
 
+def by_32(config: TextConfig) -> TextConfig:
+    """FFNs, of a mixture its routed experts."""
+    quantization = {"quantization_config": official_gptq(group_size=32, sym=False, checkpoint_format="gptq_v2")}
+    return replace(cut(config), quantization=parse_quantization(quantization, {}, "test"))
+
+
 CONFIG_OF = {
     "int4": lambda: as_target(CONFIGS["27B"], "int4"),
     "mixed4": lambda: as_target(CONFIGS["27B"], "mixed4"),
@@ -58,6 +65,8 @@ CONFIG_OF = {
     "35B-A3B-nvfp4": lambda: cut(CONFIGS["35B-A3B-nvfp4"]),
     "few experts, int4": lambda: as_target(EXPERTS, "int4"),
     "few experts, nvfp4": lambda: in_nvfp4(EXPERTS),
+    "by 32 with zero points": lambda: by_32(CONFIGS["27B"]),
+    "few experts, by 32 with zero points": lambda: by_32(EXPERTS),
 }
 
 

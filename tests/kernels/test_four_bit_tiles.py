@@ -15,6 +15,8 @@ FORMS = (
     FourBitForm(kind="int4", group=128),
     FourBitForm(kind="int4", group=128, scale_dtype=torch.float16, has_zeros=True),
     FourBitForm(kind="e2m1", group=16, scale_dtype=FP8),
+    FourBitForm(kind="int4", group=32),
+    FourBitForm(kind="int4", group=32, scale_dtype=torch.float16, has_zeros=True),
 )
 
 
@@ -105,7 +107,7 @@ def test_only_whole_tiles_of_published_groups_have_tiles() -> None:
     assert not has_tiles(int4, (16, 192))
     assert has_tiles(int4, (4, 16, 256))
     assert not has_tiles(int4, (16, 4, 256))
-    assert not has_tiles(FourBitForm(kind="int4", group=32), (16, 256))
+    assert not has_tiles(FourBitForm(kind="int4", group=16), (16, 256))
 
 
 def test_tiles_of_another_form_are_refused() -> None:

@@ -570,8 +570,8 @@ def test_packed_projections_in_4_bits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        ("gptq, asymmetric, zero of the first version", r"weights of \[256, 128\] in int4 in groups of 32 .* \(.*\)"),
-        ("awq, moe", r"weights of \[4, 256, 128\] in int4 in groups of 32 with zero points \(.*experts.gate_up_proj\)"),
+        ("compressed-tensors, int4 g32", r"weights of \[128, 96\] in int4 in groups of 32 \(.*out_proj.weight\)"),
+        ("compressed-tensors, nvfp4", r"weights of \[128, 96\] in e2m1 in groups of 16 \(.*out_proj.weight\)"),
     ],
 )
 def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_path: Path) -> None:
@@ -594,6 +594,8 @@ def test_a_gpu_is_refused_before_weights_are_read(layout: str, what: str, tmp_pa
         ("compressed-tensors, nvfp4 and 8-bit rows", "down_proj.weight"),
         ("modelopt, mixed, one file, moe", "experts.down_proj"),
         ("compressed-tensors, int4 g128, asymmetric, moe, MTP plain", "experts.gate_up_proj"),
+        ("gptq, asymmetric, zero of the first version", "down_proj.weight"),
+        ("awq, moe", "experts.down_proj"),
     ],
 )
 def test_a_gpu_holds_weights_of_whole_tiles_in_tiles(layout: str, module: str, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def _routed_parts(
     if isinstance(x, Tensor) and grouped_four_bit_hopper.is_supported(gate_up, down, dtype, weights_NJ.device):
         assert isinstance(gate_up, FourBitTiles)
         assert isinstance(down, FourBitTiles)
-        plan = grouped_four_bit_hopper.plan_for(num_pairs, num_experts)
+        plan = grouped_four_bit_hopper.plan_for(num_pairs, num_experts, gate_up.form)
         groups = group_pairs(expert_ids_NJ, num_held, plan.block_m, all_held=all_held)
         h_PI = grouped_four_bit_hopper.gate_up(plan, grouped_four_bit_hopper.operand_order(x), gate_up, groups, top_k)
         return grouped_four_bit_hopper.down(plan, h_PI, down, groups, weights_NJ, dtype)

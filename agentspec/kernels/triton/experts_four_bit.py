@@ -17,6 +17,7 @@ from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST
 from agentspec.kernels.triton.launch import await_previous, release_next
 from agentspec.kernels.triton.linear_four_bit import (
     gated,
+    has_zeros,
     index_along,
     layout_of,
     mma_layout,
@@ -49,8 +50,8 @@ def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
         num_tiles = width // 4 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
         scales = _of_expert(scales, shared_scales, expert, num_experts, num_tiles * scales_of(FORMAT))
-        if FORMAT == "int4 zeros":
-            zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * 8)
+        if has_zeros(FORMAT):
+            zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))
         if FORMAT == "e2m1":
             multipliers = _of_expert(multipliers, shared_multipliers, expert, num_experts, 2 * width)
         X: gl.constexpr = tokens_layout(SHARES, WARPS)
@@ -79,8 +80,8 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
         num_tiles = num_outputs // 8 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
         scales = _of_expert(scales, shared_scales, expert, num_experts, num_tiles * scales_of(FORMAT))
-        if FORMAT == "int4 zeros":
-            zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * 8)
+        if has_zeros(FORMAT):
+            zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))
         if FORMAT == "e2m1":
             multipliers = _of_expert(multipliers, shared_multipliers, expert, num_experts, num_outputs)
         X: gl.constexpr = tokens_layout(SHARES, WARPS)

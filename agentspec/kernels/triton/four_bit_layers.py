@@ -195,6 +195,7 @@ def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:
         weight.multipliers,
         depth,
         IS_FLOAT=form.kind == "e2m1",
+        SUMS=TILE_COLUMNS // form.group if form.kind == "int4" else 1,
         num_warps=4,
         **overlapped(),
     )
@@ -203,9 +204,10 @@ def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    out, words, scales, zeros, multipliers, depth, IS_FLOAT: tl.constexpr, PDL: tl.constexpr
+    out, words, scales, zeros, multipliers, depth, IS_FLOAT: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program expands a tile; a lane has the eight adjacent columns of a word."""
+    """A program expands a tile; a lane has the eight adjacent columns of a word. SUMS: groups of integers in a row of
+    the tile."""
     release_next(PDL)
     await_previous(PDL)
     tile = tl.program_id(0).to(tl.int64) * (depth // _TILE_COLUMNS) + tl.program_id(1)
@@ -218,11 +220,12 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         multiplier = tl.load(multipliers + tl.program_id(0) * _TILE_ROWS + row)
         zero = multiplier
     else:
-        scale = tl.load(scales + tile * 8 + row).to(tl.float32)
+        group = tile * (8 * SUMS) + row * SUMS + i * (SUMS // 4)
+        scale = tl.load(scales + group).to(tl.float32)
         multiplier = scale
         zero = tl.full((128,), 8.0, tl.float32)
         if zeros is not None:
-            zero = tl.load(zeros + tile * 8 + row).to(tl.float32)
+            zero = tl.load(zeros + group).to(tl.float32)
     halves_0 = tl.join(
         _weight(word, 0, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 0, 1, scale, zero, multiplier, IS_FLOAT)
     )

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups, empty_parts
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
@@ -42,14 +43,19 @@ from agentspec.kernels.triton.linear_four_bit import (
     INT4_ZEROS_SCALED,
     block_of_tile,
     gated,
+    has_zeros,
     index_along,
     layout_of,
     scales_of,
+    sums_of,
     words_layout,
 )
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import Weight
 
+_WARPS, _ROWS_OF_A_WARP = 4, 32
+ROWS = _WARPS * _ROWS_OF_A_WARP
+"""Of a program."""
 BLOCKS_M = (32, 64, 128)
 """Tokens that a program may have."""
 _COLUMNS = tl.constexpr(128)
@@ -79,18 +85,14 @@ class PromptPlan:
 
     @property
     def rows(self) -> int:
-        return 32 * self.warps
+        return _ROWS_OF_A_WARP * self.warps
 
 
 def is_supported(gate_up_X2IH: Weight, down_XHI: Weight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels multiply experts of these shapes with activations of this type on this device."""
     for weight in (gate_up_X2IH, down_XHI):
         # Triton 3.6 fails to compile a loop of a single step.
-        if (
-            not isinstance(weight, FourBitTiles)
-            or weight.shape[1] % plan_for(1, 1).rows
-            or weight.shape[2] < _TWO_STEPS
-        ):
+        if not isinstance(weight, FourBitTiles) or weight.shape[1] % ROWS or weight.shape[2] < _TWO_STEPS:
             return False
     return INTERPRETED or (dtype == torch.bfloat16 and _is_hopper(device))
 
@@ -100,10 +102,12 @@ def _is_hopper(device: torch.device) -> bool:
     return machine_of(device).capability[0] == 9
 
 
-def plan_for(num_pairs: int, num_experts: int) -> PromptPlan:
+def plan_for(num_pairs: int, num_experts: int, form: FourBitForm) -> PromptPlan:
     """A tile should have the mean expert's tokens."""
     usual = triton.cdiv(num_pairs, num_experts)
-    return PromptPlan(block_m=32 if usual <= 20 else 64 if usual <= 80 else 128, warps=4)
+    # With both, 128 tokens need more registers than there are.
+    most = 64 if form.has_zeros and form.group == 32 else 128
+    return PromptPlan(block_m=32 if usual <= 20 else 64 if usual <= 80 else most, warps=_WARPS)
 
 
 def operand_order(x_NK: Tensor) -> Tensor:
@@ -199,8 +203,8 @@ def four_bit_prompt_kernel(  # type: ignore[no-untyped-def]
         first_tile = expert.to(gl.int64) * (num_rows // 8) * GROUPS
         words += first_tile * _WORDS
         scales += first_tile * scales_of(FORMAT)
-        if FORMAT == "int4 zeros":
-            zeros += first_tile * 8
+        if has_zeros(FORMAT):
+            zeros += first_tile * scales_of(FORMAT)
         tile = gl.program_id(0) * 2
         sums, other_sums = _products(
             x, x_stride, words, scales, zeros, pairs, first, count, tile, top_k, num_outputs, GROUPS, FORMAT, SWIGLU,
@@ -289,14 +293,15 @@ def _load(  # type: ignore[no-untyped-def]
 ):
     """(words, scales, zero points) of a group. Without zero points, the scales once more."""
     tile = block * GROUPS + group
+    of_word = g * sums_of(FORMAT) + t * 0 + i * (sums_of(FORMAT) // 4)
     w = gl.load(words + tile * _WORDS + lane)
     if FORMAT == "e2m1":
         s = gl.load(scales + tile * 64 + (g * 8 + t // 2 * 4 + i))
     else:
-        s = gl.load(scales + tile * 8 + (g + t * 0 + i * 0))
+        s = gl.load(scales + tile * scales_of(FORMAT) + of_word)
     z = s
-    if FORMAT == "int4 zeros":
-        z = gl.load(zeros + tile * 8 + (g + t * 0 + i * 0))
+    if has_zeros(FORMAT):
+        z = gl.load(zeros + tile * scales_of(FORMAT) + of_word)
     return w, s, z
 
 
@@ -308,7 +313,7 @@ def _pairs(scales, zeros, FORMAT: gl.constexpr, WARPS: gl.constexpr):  # type: i
     else:
         pair = (scales.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x00010001
     offset = pair
-    if FORMAT == "int4 zeros":
+    if has_zeros(FORMAT):
         offset = zeros.to(gl.int32) * 0x00010001 - 0x3CFF3D00
     low, high = _halves(pair, WARPS)
     offset_low, offset_high = _halves(offset, WARPS)
@@ -325,7 +330,7 @@ def _halves(x, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
 def _decoded(words, scales, offset, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Decode words [..., 2]: eight tensors [..., 2], the four pairs of the first word and those of the second one."""
     return gl.inline_asm_elementwise(
-        E2M1 if FORMAT == "e2m1" else INT4_ZEROS_SCALED if FORMAT == "int4 zeros" else INT4_SCALED,
+        E2M1 if FORMAT == "e2m1" else INT4_ZEROS_SCALED if has_zeros(FORMAT) else INT4_SCALED,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
         [words, scales, offset],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),

@@ -145,19 +145,36 @@ def _operand(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MMA: gl.cons
 
 
 @gluon.jit
+def _operands_of_words(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`_operand` as one operand [shares, rows, 32] for each word of a lane, which has a group's columns."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    operands = ()
+    for odd in gl.static_range(2):
+        w = gl.join(gl.join(parts[4 * odd], parts[4 * odd + 2]), gl.join(parts[4 * odd + 1], parts[4 * odd + 3]))
+        # share, rows, lane of four, two words, half of a register, pair's bits 1 and 0
+        w = w.reshape((SHARES, NUM_BLOCKS * 8, 4, 2, 2, 2, 2)).permute((0, 1, 2, 5, 6, 4, 3))
+        first, second = gl.split(w)
+        operands += (
+            gl.convert_layout(first.reshape((SHARES, NUM_BLOCKS * 8, 32)), LAYOUT, assert_trivial=True),
+            gl.convert_layout(second.reshape((SHARES, NUM_BLOCKS * 8, 32)), LAYOUT, assert_trivial=True),
+        )
+    return operands[0], operands[2], operands[1], operands[3]
+
+
+@gluon.jit
 def _decoded(words, scales, zeros, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Decode words [..., 4]: eight tensors [..., 2 x 2]. The first four have the pairs of words 0 and 2, the others
     those of words 1 and 3; an element of the last axis is a word of the two and a half of its pair."""
     if FORMAT == "e2m1":
         # Two bfloat16: the scale times 2^118.
         pair = scales.to(gl.int32) * 0x00100010 + 0x76007600
-    elif FORMAT == "int4 zeros":
+    elif has_zeros(FORMAT):
         # Two bfloat16: -(128 + zero). The constant is 0xC300C300 as a signed number.
         pair = zeros.to(gl.int32) * 0x00010001 - 0x3CFF3D00
     else:
         pair = words  # not used
     return gl.inline_asm_elementwise(
-        E2M1 if FORMAT == "e2m1" else _INT4_ZEROS if FORMAT == "int4 zeros" else _INT4,
+        E2M1 if FORMAT == "e2m1" else _INT4_ZEROS if has_zeros(FORMAT) else _INT4,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
         [words, pair],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -189,7 +206,7 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
     BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: int4, int4 zeros, e2m1. A
+    """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: FourBitForm.format. A
     program of SwiGLU has BLOCK_O / 2 rows of gate and the same of up, eight in turn: then a lane has both. FAR: groups
     that each share asks for to be in L2 before it awaits the previous kernel, beside those that it loads."""
     _release_next(PDL)
@@ -264,23 +281,23 @@ def walk(  # type: ignore[no-untyped-def]
     else:
         row_block = block_of_tile(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
         s_begin, s_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
-        scale_at = scales + row_block * (GROUPS * SCALES) + row % 8
+        scale_at = scales + row_block * (GROUPS * SCALES) + row % 8 * sums_of(FORMAT)
     zero_at = None
-    if FORMAT == "int4 zeros":
-        zero_at = zeros + (block * (GROUPS * 8) + g + t * 0 + i * 0)
+    if has_zeros(FORMAT):
+        zero_at = zeros + (block * (GROUPS * SCALES) + g * sums_of(FORMAT) + t * 0 + i * (sums_of(FORMAT) // 4))
     w_next, s_next, z_next = (), (), ()
     for n in gl.static_range(AHEAD):
         w_next += (gl.load(word_at + _group(w_begin, n, w_end, EVEN) * _WORDS, cache_modifier=".cg"),)
-        s_next += (gl.load(scale_at + _group(s_begin, n, s_end, EVEN) * SCALES),)
-        if FORMAT == "int4 zeros":
-            z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN) * 8),)
+        s_next += _load_scales(scale_at + _group(s_begin, n, s_end, EVEN) * SCALES, FORMAT)
+        if has_zeros(FORMAT):
+            z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN) * SCALES),)
     _await_previous(PDL)
 
-    share, k = part * SHARES + index_along(SHARES, 0, 3, B), index_along(128, 1, 3, B)
+    share, k = part * SHARES + index_along(SHARES, 0, 3, B), index_along(128 // sums_of(FORMAT), 1, 3, B)
     x_begin, x_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
     x_at = x + gl.expand_dims(gl.expand_dims(m_offset, 0), 1) + k
     is_token = gl.expand_dims(gl.expand_dims(m_is_real, 0), 1) & (k < 128) & (share >= 0)
-    x_next = gl.load(x_at + x_begin * _COLUMNS, mask=is_token, other=0.0)
+    x_next = _load_tokens(x_at + x_begin * _COLUMNS, is_token, FORMAT)
     acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
     if UNROLL:
         for step in gl.static_range(0, STEPS * AHEAD, AHEAD):
@@ -316,30 +333,63 @@ def _step(  # type: ignore[no-untyped-def]
         x_now, later = x_next, step + AHEAD + n
         if not IS_LAST or n + 1 < AHEAD:
             is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
-            x_next = gl.load(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, mask=is_in, other=0.0)
-        if FORMAT == "int4 zeros":
+            x_next = _load_tokens(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, is_in, FORMAT)
+        if has_zeros(FORMAT):
             parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
         else:
             parts = _decoded(w_now[n], s_now[n], None, FORMAT)
-        operand = _operand(parts, SHARES, NUM_BLOCKS, MMA)
         if not IS_LAST:
             w_next += (gl.load(word_at + _group(w_begin, later, w_end, False) * _WORDS, cache_modifier=".cg"),)
         if FORMAT == "e2m1":
-            acc = mma_v2(operand, x_now, acc)
+            acc = mma_v2(_operand(parts, SHARES, NUM_BLOCKS, MMA), x_now[0], acc)
         else:
-            group_sum = mma_v2(operand, x_now, gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA))
-            acc = gl.fma(group_sum, s_now[n].to(gl.float32), acc)
+            operands = (_operand(parts, SHARES, NUM_BLOCKS, MMA),)
+            if sums_of(FORMAT) == 4:
+                operands = _operands_of_words(parts, SHARES, NUM_BLOCKS, MMA)
+            for i in gl.static_range(sums_of(FORMAT)):
+                zero = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
+                group_sum = mma_v2(operands[i], x_now[i], zero)
+                acc = gl.fma(group_sum, s_now[n * sums_of(FORMAT) + i].to(gl.float32), acc)
         if not IS_LAST:
-            s_next += (gl.load(scale_at + _group(s_begin, later, s_end, False) * scales_of(FORMAT)),)
-            if FORMAT == "int4 zeros":
-                z_next += (gl.load(zero_at + _group(w_begin, later, w_end, False) * 8),)
+            s_next += _load_scales(scale_at + _group(s_begin, later, s_end, False) * scales_of(FORMAT), FORMAT)
+            if has_zeros(FORMAT):
+                z_next += (gl.load(zero_at + _group(w_begin, later, w_end, False) * scales_of(FORMAT)),)
     return acc, x_next, w_next, s_next, z_next
+
+
+@gluon.jit
+def _load_tokens(at, is_in, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of a tile, for each of its sums."""
+    x = ()
+    for i in gl.static_range(sums_of(FORMAT)):
+        x += (gl.load(at + i * (128 // sums_of(FORMAT)), mask=is_in, other=0.0),)
+    return x
+
+
+@gluon.jit
+def _load_scales(at, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Those of a tile's sums; of floats all in one."""
+    scales = ()
+    for i in gl.static_range(sums_of(FORMAT)):
+        scales += (gl.load(at + i),)
+    return scales
+
+
+@gluon.constexpr_function
+def has_zeros(format: str) -> bool:
+    return "zeros" in format
+
+
+@gluon.constexpr_function
+def sums_of(format: str) -> int:
+    """Sums of a tile's columns that are multiplied by a scale each; of floats, whose products have theirs, one."""
+    return 4 if "by 32" in format else 1
 
 
 @gluon.constexpr_function
 def scales_of(format: str) -> int:
-    """Scales of a tile."""
-    return 64 if format == "e2m1" else 8
+    """Scales of a tile, and zero points."""
+    return 64 if format == "e2m1" else 32 if "by 32" in format else 8
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from agentspec.kernels.triton.grouped_four_bit_hopper import BLOCKS_M, four_bit_
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, on_targets
 
-_FORMATS = ("int4", "int4 zeros", "e2m1")
+_FORMATS = ("int4", "int4 zeros", "int4 by 32", "int4 zeros by 32", "e2m1")
 
 
 def _case(
@@ -26,7 +26,7 @@ def _case(
         "scales": "*u8" if is_float else "*bf16",
     }
     optional = {
-        "zeros": "*u8" if form == "int4 zeros" else None,
+        "zeros": "*u8" if "zeros" in form else None,
         "multipliers": "*fp32" if is_float else None,
         "residual": None if is_swiglu else "*bf16",
         "partial": "*fp32" if is_split else None,
@@ -59,14 +59,15 @@ def _expand(form: str) -> CompileCase:
     is_float = form == "e2m1"
     signature = {"out": "*bf16", "words": "*i32", "scales": "*u8" if is_float else "*bf16", "depth": "i32"}
     optional = {
-        "zeros": "*u8" if form == "int4 zeros" else None,
+        "zeros": "*u8" if "zeros" in form else None,
         "multipliers": "*fp32" if is_float else None,
     }
     return CompileCase(
         name=f"expand {form}",
         kernel=four_bit_layers._expand_kernel,
         signature=signature | {name: kind for name, kind in optional.items() if kind is not None},
-        constexprs={name: None for name, kind in optional.items() if kind is None} | {"IS_FLOAT": is_float},
+        constexprs={name: None for name, kind in optional.items() if kind is None}
+        | {"IS_FLOAT": is_float, "SUMS": 4 if "by 32" in form else 1},
         multiples_of_16=("depth",),
         instructions=("st.global.v4.b32",),
     )
@@ -98,7 +99,7 @@ def _experts(
         **dict.fromkeys(("zeros", "shared_zeros"), "*u8"),
     }
     absent = [] if in_tiles else ["pairs", "tiles"]
-    absent += [] if form == "int4 zeros" else ["zeros", "shared_zeros"]
+    absent += [] if "zeros" in form else ["zeros", "shared_zeros"]
     absent += [] if form == "e2m1" else ["multipliers", "shared_multipliers"]
     absent += [] if shared else [f"shared_{part}" for part in ("words", "scales", "zeros", "multipliers")]
     constexprs = dict.fromkeys(absent) | {
@@ -134,7 +135,7 @@ def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, 
         "scales": "*u8" if form == "e2m1" else "*bf16",
         "zeros": "*u8",
     }
-    absent = [] if form == "int4 zeros" else ["zeros"]
+    absent = [] if "zeros" in form else ["zeros"]
     absent += [] if form == "e2m1" else ["multipliers"]
     absent += ["weights"] if is_swiglu else []
     constexprs = dict.fromkeys(absent) | {
@@ -161,7 +162,7 @@ CASES = [
     *(
         case
         for form in _FORMATS
-        for block_m in BLOCKS_M
+        for block_m in (BLOCKS_M if form != "int4 zeros by 32" else BLOCKS_M[:2])
         for case in (
             _prompt(form, 1024, 2048, block_m=block_m, is_swiglu=True),
             _prompt(form, 2048, 512, block_m=block_m, is_swiglu=False),

@@ -324,7 +324,7 @@ def interpreted_four_bit_experts() -> tuple[Any, Any]:
     """The kernels of experts_four_bit.py: gate and up, down."""
     names = _interpreted(experts_four_bit, None)
     walk = _four_bit_names()
-    names.update({name: walk[name] for name in ("walk", "gated", "index_along", "layout_of", "scales_of")})
+    names.update({name: walk[name] for name in ("walk", "gated", "has_zeros", "index_along", "layout_of", "scales_of")})
     names["mma_layout"] = names["tokens_layout"] = lambda *_: "registers"
     return _Kernel(names["four_bit_gate_up_kernel"]), _Kernel(names["four_bit_down_kernel"])
 
@@ -336,7 +336,12 @@ def interpreted_four_bit_prompt() -> Any:
     copies = SimpleNamespace(async_load=machine.gather, commit_group=lambda: None, wait_group=machine.wait_group)
     names = _interpreted(grouped_four_bit_hopper, machine.allocate, async_copy=copies)
     walk = _four_bit_names()
-    names.update({name: walk[name] for name in ("block_of_tile", "gated", "index_along", "layout_of", "scales_of")})
+    names.update(
+        {
+            name: walk[name]
+            for name in ("block_of_tile", "gated", "has_zeros", "index_along", "layout_of", "scales_of", "sums_of")
+        }
+    )
     names.update(
         words_layout=lambda *_: "registers",
         fence_async_shared=lambda: None,
@@ -350,7 +355,7 @@ def interpreted_four_bit_prompt() -> Any:
 
     def pairs(scales: Any, zeros: Any, FORMAT: str, WARPS: int) -> tuple[Any, Any, Any, Any]:
         scales = scales if FORMAT == "e2m1" else scales.to(tl.float32)
-        zeros = zeros if FORMAT == "int4 zeros" else scales
+        zeros = zeros if "zeros" in FORMAT else scales
         return (*halves(scales, WARPS), *halves(zeros, WARPS))
 
     names["_pairs"] = pairs
@@ -362,7 +367,7 @@ def _rounded(words: Any, scales: Any, offset: Any, FORMAT: str) -> list[Any]:
     by_word = []
     for word in range(2):
         of_word = scales.handle.data[..., word : word + 1]
-        zero = offset.handle.data[..., word : word + 1].astype(np.float32) if FORMAT == "int4 zeros" else 8
+        zero = offset.handle.data[..., word : word + 1].astype(np.float32) if "zeros" in FORMAT else 8
         by_word += _decoded_words(
             words.handle.data[..., word : word + 1].view(np.uint32), of_word if FORMAT == "e2m1" else None, zero
         )
@@ -388,7 +393,7 @@ def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
     by_word = []
     for word in range(2):
         of_scale = e5m3[..., word::2] if FORMAT == "e2m1" else None
-        of_zero = zeros.handle.data[..., word::2] if FORMAT == "int4 zeros" else 8
+        of_zero = zeros.handle.data[..., word::2] if "zeros" in FORMAT else 8
         by_word += _decoded_words(data[..., word::2].view(np.uint32), of_scale, of_zero)
     return [
         tl.tensor(TensorHandle(values, tl.float32), tl.block_type(tl.float32, list(values.shape))) for values in by_word

@@ -27,13 +27,14 @@ from agentspec.kernels.weights import Plain, Weight, quantize_blocks
 from tests.kernels.test_four_bit_tiles import FORMS, random_weight
 from tests.kernels.triton.test_four_bit_product import DTYPE, assert_near
 
-INT4, ZEROS, NVFP4 = FORMS
+INT4, ZEROS, NVFP4, BY_32, ZEROS_BY_32 = FORMS
 CASES = [
     (INT4, (1, 256, 8, 128, 2)),
     (NVFP4, (3, 128, 3, 256, 1)),
     (ZEROS, (9, 384, 2, 128, 1)),
     (INT4, (17, 128, 2, 128, 1)),
     (NVFP4, (17, 128, 2, 128, 1)),
+    (ZEROS_BY_32, (2, 256, 2, 128, 1)),
 ]
 """Tokens, hidden size, experts, width, chosen."""
 PLANS = (
@@ -145,7 +146,7 @@ def check_products(
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("form", "unrolled"), [*((form, True) for form in FORMS), (ZEROS, False)], ids=str)
+@pytest.mark.parametrize(("form", "unrolled"), [*((form, True) for form in FORMS), (ZEROS_BY_32, False)], ids=str)
 def test_every_tiling_matches_reference(
     form: FourBitForm, plan: FourBitPlan, unrolled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +201,7 @@ def test_activations_in_full_precision_meet_expanded_weights(
         assert_near(mixture.expert_sum(x, norm, full), expected_sum(x, norm, weights), placement)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", [INT4, NVFP4, BY_32], ids=str)
 def test_prompts_match_reference(form: FourBitForm, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "MOST_TOKENS", 5)
     weights = mixture_of(form, 256, 3, 256, 1, 6, device)
@@ -218,6 +219,7 @@ PROMPTS = [
     (ZEROS, PromptPlan(block_m=64, warps=4), [70, 0, 2]),
     (NVFP4, PromptPlan(block_m=32, warps=8), [33, 1, 0]),
     (INT4, PromptPlan(block_m=128, warps=4), [130, 5, 0]),
+    (ZEROS_BY_32, PromptPlan(block_m=32, warps=4), [1, 40, 0]),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,8 +50,9 @@ def assert_near(got: Tensor, expected: Tensor, note: object, tolerance: float = 
     assert error < tolerance, f"{note}: relative error {error}"
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "plan"), [(form, plan) for form in FORMS for plan in (PLANS if form.group != 32 else PLANS[2::3])], ids=str
+)
 def test_products_match_reference(form: FourBitForm, plan: FourBitPlan, device: torch.device) -> None:
     """Twice: what the first call left must not matter."""
     groups = 5 if plan.split * plan.shares <= 5 else 9
@@ -68,7 +71,7 @@ def test_products_match_reference(form: FourBitForm, plan: FourBitPlan, device: 
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.split == 1], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
 def test_gate_and_up_meet(form: FourBitForm, plan: FourBitPlan, device: torch.device) -> None:
     x, weight = operands(form, 5, (3 * plan.block_o, 512), 7, device)
     out = torch.full((5, 3 * plan.block_o // 2), torch.nan, dtype=DTYPE, device=device)
@@ -84,8 +87,9 @@ def test_weights_expand_to_what_they_stand_for(form: FourBitForm, device: torch.
         assert torch.equal(expanded(weight, dtype), weight.dequantize(dtype))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9, 40, FEW_TOKENS + 1])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "num_tokens"), [*itertools.product(FORMS[:3], (1, 9, 40, FEW_TOKENS + 1)), (FORMS[3], 9)], ids=str
+)
 def test_layers_match_reference(
     form: FourBitForm, num_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
