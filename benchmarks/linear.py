@@ -205,7 +205,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 def compiled(plan: Plan) -> Plan:
     """The plan without its run-time arguments: plans with the same key share compiled code."""
-    return replace(plan, ahead=2, release=2)
+    return replace(plan, ahead=2, release=2, piece=0)
 
 
 def shared_bytes(shape: Shape, plan: Plan) -> int:
@@ -447,6 +447,7 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     if plan.programs:
         yield from (replace(plan, release=release) for release in (0, 1, 4, 8, 1000))
         yield replace(plan, stages=plan.stages - 1)
+        yield from (replace(plan, piece=piece, release=release) for piece in (2, 4, 8) for release in (2, 8))
         return
     yield replace(plan, ahead=0, running=False)
     yield replace(plan, running=False)

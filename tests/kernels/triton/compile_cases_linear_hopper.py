@@ -31,11 +31,14 @@ def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCa
             "out": "*bf16",
             "x": _blocks(plan.block_m, 128, gl.bfloat16),
             "weights": _blocks(ROWS, 64, gl.uint16),
+            "values": "*u8",
             "scales": "*fp32",
             "partial_ptr": "*fp32",
             "arrivals_ptr": "*i32",
         }
-        signature |= dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "release"), "i32")
+        signature |= dict.fromkeys(
+            ("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"
+        )
         constexprs: dict[str, Any] = {
             "BLOCK_ROWS": 128,
             "SWIGLU": shape.kind == "norm_swiglu",

@@ -31,7 +31,8 @@ class WarpGroups:
         self._random = random.Random(seed)
         self._order = order
         self._groups: dict[int, _Group] = {}
-        self.hidden_stores = 0
+        self.prefetched: list[tuple[int, int]] = []
+        """(address, bytes)."""
         names = _interpreted(
             linear_hopper,
             self._allocate,
@@ -52,6 +53,7 @@ class WarpGroups:
         language.program_id = self._program_id
         language.uint16, language.bfloat16 = tl.uint16, tl.bfloat16
         names["_barrier"] = lambda: None
+        names["_prefetch"] = self._prefetch
         names["_decoded"] = lambda pairs, _: _float(pairs.handle.data)
         names["_view"] = lambda buffer, *_: _View(buffer)
         names["_blocks_of"] = _Blocks
@@ -113,7 +115,6 @@ class WarpGroups:
 
     def _arrive(self, barrier: _Barrier, count: int) -> None:
         group = self._current()
-        assert not group.under_way, "a buffer is released while a product reads it"
         for _ in range(count):
             barrier.arrive()
         self._switch(group)
@@ -129,6 +130,13 @@ class WarpGroups:
         self._switch(group)
         assert has_passed()
         group.is_able = lambda: True
+
+    def _prefetch(self, addresses: Any, sizes: Any) -> None:
+        for address, size in zip(addresses.handle.data.ravel(), sizes.handle.data.ravel(), strict=True):
+            assert size > 0
+            assert not address % 16
+            assert not size % 16
+            self.prefetched.append((int(address), int(size)))
 
     def _copy(self, blocks: _Blocks, place: list[Any], barrier: _Barrier, buffer: _Buffer) -> None:
         assert buffer.num_readers == 0, "a copy to a buffer that still has readers"
