@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton import four_bit_layers, linear_hopper
 from agentspec.kernels.triton.four_bit_columns import in_order_of_words
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters
 from agentspec.kernels.triton.linear_plans import Plan
@@ -126,3 +126,24 @@ def test_only_integers_without_zero_points_are_supported(device: torch.device) -
         assert is_supported == (not INTERPRETED and form.kind == "int4" and not form.has_zeros)
     odd = FourBitTiles.empty(FORM, (144, 256), device)
     assert not linear_hopper.supports_four_bit(plan(128, 16, 3), x, odd)
+
+
+def test_a_measured_plan_is_used_where_it_can_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper and from 9 tokens up; elsewhere the product is that of linear_four_bit.py."""
+    launched: list[int] = []
+    launch = linear_hopper.launch_four_bit
+
+    def counted(plan: Plan, x: Tensor, *rest: Any, **options: Any) -> None:
+        launched.append(len(x))
+        launch(plan, x, *rest, **options)
+
+    monkeypatch.setattr(linear_hopper, "launch_four_bit", counted)
+    monkeypatch.setitem(four_bit_layers.HOPPER_PLANS, (256, 256), ((16, plan(256, 16, 3)), (40, plan(256, 32, 3))))
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    for num_tokens in (8, 9, 16, 40, 41):
+        layer = Layer(num_tokens, (256, 256), 5, device)
+        layer.x, residual = layer.x.to(dtype), layer.residual.to(dtype)
+        got = four_bit_layers.step_product(layer.x, layer.weight, residual_NO=residual)
+        expected = layer.product + residual.double()
+        assert ((got.double() - expected).norm() / expected.norm()).item() < 6e-3, layer.note
+    assert launched == ([] if INTERPRETED else [9, 16, 40])
