@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -556,6 +556,12 @@ def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, flo
     return seconds(best), math.nan if model.fp8 else seconds([None] * len(shapes)), num_bytes
 
 
+def to_refine(ranked: Sequence[Plan], count: int) -> list[Plan]:
+    """The best plans, and the best one of linear_hopper.py."""
+    hopper = [plan for plan in ranked if plan.programs][:1]
+    return list(dict.fromkeys([*ranked[:count], *hopper]))
+
+
 def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
     """Measure every cell's candidates, then variants of the best ones, then the best plans of each small token count at
     the other ones."""
@@ -572,7 +578,7 @@ def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
         {
             at: [
                 fine
-                for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1]
+                for plan in to_refine(tuner.cells[at].ranked(), 3 if at[1] in (1, 4) else 1)
                 for fine in refinements(at[0], plan)
             ]
             for at in cells
