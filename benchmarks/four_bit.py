@@ -2,7 +2,8 @@
 
 Each is timed as in a step (linear.seconds_a_launch), over weights that together exceed the L2. Every plan
 is checked against float64 first, at the real depth. With --sweep, candidates are compiled and checked in parallel
-processes, and all are timed; else only what `four_bit_layers.plan_for` says.
+processes, and all are timed; else only what `four_bit_layers.plan_for` says. With --hopper, plans of linear_hopper.py
+are timed as well, of integers without zero points.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from torch.nn.functional import silu
 
 from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton import linear_hopper
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan, launch_product, plan_for
+from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES
 from agentspec.kernels.weights import FP8
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.linear import seconds_a_launch
@@ -81,11 +85,14 @@ class Work:
         self.out = torch.empty(num_tokens, num_outputs, device="cuda", dtype=torch.bfloat16)
         self.residual = None if self.is_swiglu else torch.randn_like(self.out)
 
-    def run(self, plan: FourBitPlan, weight: FourBitTiles) -> Tensor:
-        launch_product(plan, self.x, weight, self.out, self.residual, is_swiglu=self.is_swiglu)
+    def run(self, plan: AnyPlan, weight: FourBitTiles) -> Tensor:
+        if isinstance(plan, Plan):
+            linear_hopper.launch_four_bit(plan, self.x, weight, self.out, self.residual, is_swiglu=self.is_swiglu)
+        else:
+            launch_product(plan, self.x, weight, self.out, self.residual, is_swiglu=self.is_swiglu)
         return self.out
 
-    def error(self, plan: FourBitPlan) -> float:
+    def error(self, plan: AnyPlan) -> float:
         """Relative to float64; infinite if a second run differs."""
         (weight,) = self.weights
         self.out.fill_(torch.nan)
@@ -101,16 +108,17 @@ class Work:
             y += self.residual
         return float((first.double() - y).norm() / y.norm())
 
-    def microseconds(self, plan: FourBitPlan) -> float:
+    def microseconds(self, plan: AnyPlan) -> float:
         expected = self.weights[0].nbytes / EXPECTED_BYTES_PER_SECOND
         return 1e6 * seconds_a_launch(lambda index: self.run(plan, self.weights[index % len(self.weights)]), expected)
 
 
+AnyPlan = FourBitPlan | Plan
 Cell = tuple[str, str, int]
 """Layer, form, tokens."""
 
 
-def check(cell: Cell, plan: FourBitPlan) -> str:
+def check(cell: Cell, plan: AnyPlan) -> str:
     """In a worker: compile a plan, and run it on a few tiles. Return its fault."""
     name, form, num_tokens = cell
     try:
@@ -132,21 +140,51 @@ def candidates(chosen: FourBitPlan, shape: tuple[int, int], *, is_swiglu: bool) 
                 yield replace(chosen, block_o=block_o, ahead=ahead, warps=warps, shares=shares, split=split, far=far)
 
 
+def hopper_candidates(shape: tuple[int, int], num_tokens: int, sm_count: int, *, is_swiglu: bool) -> Iterator[Plan]:
+    """Plans of linear_hopper.py: for all multiprocessors, and for as many as have whole parts of tiles."""
+    block_m = next((size for size in (16, 32, 64) if size >= num_tokens), 64)
+    for block_o in (256,) if is_swiglu else (256, 128):
+        if shape[0] % block_o:
+            continue
+        tiles = shape[0] // block_o
+        stored_bytes = 2 * linear_hopper.ROWS * block_m * (2 if is_swiglu else 4)
+        most = (HOPPER_SHARED_BYTES - 1024 - stored_bytes) // (64 * block_o + 256 * block_m)
+        for programs in {sm_count, max(1, sm_count // tiles) * tiles}:
+            if sm_count * 0.85 <= programs <= sm_count:
+                for stages, release in itertools.product(sorted({min(most, 16), min(most, 6)}), (2, 8)):
+                    yield Plan(
+                        block_o=block_o,
+                        block_m=block_m,
+                        block_k=128,
+                        stages=stages,
+                        warps=8,
+                        programs=programs,
+                        release=release,
+                    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time products with 4-bit weights.")
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[4, 16, 32])
     parser.add_argument("--sweep", action="store_true", help="time other plans as well")
+    parser.add_argument("--hopper", action="store_true", help="time plans of linear_hopper.py as well")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write all times here")
     options = parser.parse_args()
     cells: list[Cell] = list(itertools.product(options.layers, options.forms, options.tokens))
-    jobs: list[tuple[Cell, FourBitPlan]] = []
+    jobs: list[tuple[Cell, AnyPlan]] = []
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for name, form, num_tokens in cells:
         chosen = plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
-        others = candidates(chosen, SHAPES[name], is_swiglu=name.endswith("ffn in")) if options.sweep else ()
-        jobs += [((name, form, num_tokens), plan) for plan in dict.fromkeys([chosen, *others])]
+        is_swiglu = name.endswith("ffn in")
+        plans: list[AnyPlan] = [chosen]
+        if options.sweep:
+            plans += candidates(chosen, SHAPES[name], is_swiglu=is_swiglu)
+        if options.hopper and form == "int4" and num_tokens > 8:
+            plans += hopper_candidates(SHAPES[name], num_tokens, sm_count, is_swiglu=is_swiglu)
+        jobs += [((name, form, num_tokens), plan) for plan in dict.fromkeys(plans)]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         faults = list(pool.map(check, *zip(*jobs, strict=True), chunksize=4))
     for job, fault in zip(jobs, faults, strict=True):
@@ -158,7 +196,7 @@ def main() -> None:
 
 
 def _time(
-    cells: Sequence[Cell], jobs: Sequence[tuple[Cell, FourBitPlan]], bytes_per_second: float, path: Path | None
+    cells: Sequence[Cell], jobs: Sequence[tuple[Cell, AnyPlan]], bytes_per_second: float, path: Path | None
 ) -> None:
     found = []
     print("| layer | O x K | form | tokens | us | of the floor | best other | its plan |")

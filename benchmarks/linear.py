@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -205,7 +205,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 def compiled(plan: Plan) -> Plan:
     """The plan without its run-time arguments: plans with the same key share compiled code."""
-    return replace(plan, ahead=2, release=2)
+    return replace(plan, ahead=2, release=2, piece=0)
 
 
 def shared_bytes(shape: Shape, plan: Plan) -> int:
@@ -447,6 +447,7 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     if plan.programs:
         yield from (replace(plan, release=release) for release in (0, 1, 4, 8, 1000))
         yield replace(plan, stages=plan.stages - 1)
+        yield from (replace(plan, piece=piece, release=release) for piece in (2, 4, 8) for release in (2, 8))
         return
     yield replace(plan, ahead=0, running=False)
     yield replace(plan, running=False)
@@ -555,6 +556,12 @@ def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, flo
     return seconds(best), math.nan if model.fp8 else seconds([None] * len(shapes)), num_bytes
 
 
+def to_refine(ranked: Sequence[Plan], count: int) -> list[Plan]:
+    """The best plans, and the best one of linear_hopper.py."""
+    hopper = [plan for plan in ranked if plan.programs][:1]
+    return list(dict.fromkeys([*ranked[:count], *hopper]))
+
+
 def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
     """Measure every cell's candidates, then variants of the best ones, then the best plans of each small token count at
     the other ones."""
@@ -571,7 +578,7 @@ def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
         {
             at: [
                 fine
-                for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1]
+                for plan in to_refine(tuner.cells[at].ranked(), 3 if at[1] in (1, 4) else 1)
                 for fine in refinements(at[0], plan)
             ]
             for at in cells

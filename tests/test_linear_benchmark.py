@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentspec.kernels.triton import linear_plans
 from agentspec.kernels.triton.linear_plans import MEASURED, MEASURED_FP8, Plan
-from benchmarks.linear import candidates
+from benchmarks.linear import candidates, to_refine
 from benchmarks.linear_results import MODELS, Cell, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
 
 WIDE = Plan(block_o=64, block_m=16, block_k=128, stages=4, warps=4, ahead=3)
@@ -119,3 +119,10 @@ def test_every_published_layer_has_a_measured_plan() -> None:
             assert (shape.kind, shape.num_outputs, shape.depth) in (MEASURED_FP8 if shape.fp8 else MEASURED), (
                 f"{name} {layer}"
             )
+
+
+def test_the_best_plan_of_linear_hopper_is_refined_too() -> None:
+    on_hopper = [replace(WIDE, programs=132, stages=stages) for stages in (4, 5)]
+    assert to_refine([WIDE, NARROW, *on_hopper], 1) == [WIDE, on_hopper[0]]
+    assert to_refine([on_hopper[1], WIDE, on_hopper[0]], 2) == [on_hopper[1], WIDE]
+    assert to_refine([], 3) == []

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS, TILE_COLUMNS, TILE_ROWS, FourBitTiles
+from agentspec.kernels.triton import linear_hopper
 from agentspec.kernels.triton.launch import (
     INTERPRETED,
     NUM_COUNTERS,
@@ -25,6 +26,7 @@ from agentspec.kernels.triton.launch import (
     release_next,
 )
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
+from agentspec.kernels.triton.linear_plans import Plan
 from agentspec.kernels.weights import Weight
 
 FEW_TOKENS = 128
@@ -67,6 +69,20 @@ _MEASURED = {
 }
 """By (O, K): integers and up to 8 tokens, where this is more than some 5 % faster than what the rule says. Measured on
 an H100 with `python -m benchmarks.four_bit`."""
+
+
+HOPPER_PLANS: dict[tuple[int, int], tuple[tuple[int, Plan], ...]] = {}
+"""(most tokens, plan with `programs`) in rising order by (O, K): products of more than 8 tokens with integers without
+zero points that take less time by linear_hopper.py, as measured with `python -m benchmarks.four_bit --hopper`. None is
+measured yet."""
+
+
+def hopper_plan_for(num_outputs: int, depth: int, num_tokens: int) -> Plan | None:
+    """The plan of linear_hopper.py that was measured for a product, if any."""
+    if num_tokens <= _BLOCK_M[0]:
+        return None
+    plans = HOPPER_PLANS.get((num_outputs, depth), ())
+    return next((plan for most, plan in plans if num_tokens <= most), None)
 
 
 def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -> FourBitPlan:
@@ -115,7 +131,10 @@ def step_product(
     out = torch.empty(num_tokens, num_outputs + num_extra, dtype=x_NK.dtype, device=x_NK.device)
     if extra_EK is not None:
         torch.mm(x_NK, extra_EK.t(), out=out[:, num_outputs:])
-    if num_tokens:
+    hopper = hopper_plan_for(weight_OK.shape[0], depth, num_tokens)
+    if hopper is not None and linear_hopper.supports_four_bit(hopper, x_NK, weight_OK):
+        linear_hopper.launch_four_bit(hopper, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
+    elif num_tokens:
         plan = plan_for(weight_OK.shape[0], depth, num_tokens, is_float=weight_OK.form.kind == "e2m1")
         launch_product(plan, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
     return out

@@ -31,6 +31,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton.four_bit_columns import in_order_of_words
 from agentspec.kernels.triton.launch import (
     INTERPRETED,
     NUM_COUNTERS,
@@ -106,6 +108,7 @@ def launch_product(
         out.stride(0),
         _blocks_of(x_NK, plan.block_m, gl.bfloat16),
         _blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16),
+        weight_OK.values.view(torch.uint8),
         None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
         weight_OK.scales,
         residual_NO,
@@ -116,6 +119,7 @@ def launch_product(
         num_extra or None,
         tiles,
         groups,
+        plan.piece,
         plan.release,
         BLOCK_ROWS=weight_OK.block_rows,
         SWIGLU=is_swiglu,
@@ -130,10 +134,79 @@ def launch_product(
     return out
 
 
+def supports_four_bit(plan: Plan, x_NK: Tensor, weight_OK: Weight) -> bool:
+    """Whether `launch_four_bit` can compute a product by a plan with `programs`, on this device: with integers without
+    zero points."""
+    if INTERPRETED or x_NK.dtype != torch.bfloat16 or not isinstance(weight_OK, FourBitTiles):
+        return False
+    is_integer = weight_OK.form.kind == "int4" and not weight_OK.form.has_zeros
+    is_whole = weight_OK.shape[0] % plan.block_o == 0 and weight_OK.values.is_contiguous()
+    return is_integer and is_whole and machine_of(x_NK.device).capability[0] == 9
+
+
+def launch_four_bit(
+    plan: Plan,
+    x_NK: Tensor,
+    weight_OK: FourBitTiles,
+    out: Tensor,
+    residual_NO: Tensor | None = None,
+    *,
+    is_swiglu: bool = False,
+) -> None:
+    """The product with 4-bit integers in tiles, into the first columns of `out`. As four_bit_layers.launch_product."""
+    num_tokens, (num_rows, depth) = len(x_NK), weight_OK.shape
+    if num_tokens == 0:
+        return
+    tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
+    assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
+    assert weight_OK.form.kind == "int4", f"{weight_OK.form}"
+    assert not weight_OK.form.has_zeros, f"{weight_OK.form}"
+    assert weight_OK.values.is_contiguous()
+    assert weight_OK.scales.is_contiguous()
+    assert not is_swiglu or plan.block_o == 4 * ROWS
+    assert out.stride(1) == 1
+    assert residual_NO is None or residual_NO.is_contiguous()
+    assert 2 * tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
+    groups = depth // SCALE_BLOCK
+    programs = min(plan.programs, tiles * groups)
+    size = 2 * programs * blocks * plan.block_o * plan.block_m
+    product_kernel[(programs, blocks)](
+        out,
+        out.stride(0),
+        _blocks_of(in_order_of_words(x_NK), plan.block_m, gl.bfloat16),
+        _blocks_of(weight_OK.values.view(num_rows // 8, depth // 32, 32), 8, gl.int32),
+        None,
+        None,
+        weight_OK.scales,
+        residual_NO,
+        torch.empty(size, dtype=torch.float32, device=x_NK.device),
+        arrival_counters(x_NK.device),
+        num_tokens,
+        num_rows // (1 + is_swiglu),
+        None,
+        tiles,
+        groups,
+        0,
+        plan.release,
+        BLOCK_ROWS=1,
+        SWIGLU=is_swiglu,
+        BLOCKS=plan.block_o // (2 * ROWS),
+        BLOCK_M=plan.block_m,
+        STAGES=plan.stages,
+        REGISTERS=_REGISTERS,
+        FETCH_REGISTERS=_FETCH_REGISTERS,
+        num_warps=4,
+        **overlapped(),
+    )
+
+
 def _blocks_of(values: Tensor, rows: int, dtype: gl.dtype) -> TensorDescriptor:
     """TMA descriptor of [*, K], in blocks of `rows` rows: of tokens all columns of a step, of weights as pairs of bytes
-    likewise, of extra weights half of them."""
-    block = [rows, SCALE_BLOCK if dtype == gl.bfloat16 else SCALE_BLOCK // 2]
+    likewise, of extra weights half of them. Of words [rows of tiles, K / 32, 32], those of a step."""
+    if dtype == gl.int32:
+        block = [rows, 4, 32]
+    else:
+        block = [rows, SCALE_BLOCK if dtype == gl.bfloat16 else SCALE_BLOCK // 2]
     return TensorDescriptor.from_tensor(values, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
@@ -173,6 +246,52 @@ def _decoded(pairs, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
     return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
+_FOUR_BIT_PAIRS = "\n".join(
+    f"shr.u32 s, $8, {4 * pair}; lop3.b32 s, s, 0x000F000F, 0x43004300, 0xEA; "
+    f"fma.rn.bf16x2 s, s, one, minus; mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, s;"
+    for pair in range(4)
+)
+_INT4 = gl.constexpr(
+    "{ .reg .b32 s, one, minus; mov.b32 one, 0x3F803F80; mov.b32 minus, 0xC308C308; " + _FOUR_BIT_PAIRS + " }"
+)
+
+
+@gluon.constexpr_function
+def _words_layout() -> gl.DistributedLinearLayout:
+    """Words [8, 4, 32] of eight rows of tiles, each in the lane that needs it as part of a left operand; the last two
+    axes are [row 8, t 4, i 4] of four_bit_tiles.py."""
+    registers = [[0, 0, 1], [0, 0, 2], [1, 0, 0]]
+    lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[2, 0, 0], [4, 0, 0]], [], [8, 4, 32])
+
+
+@gluon.jit
+def _decoded_words(words):  # type: ignore[no-untyped-def]
+    """A word's eight integers without their offset of 8, exactly: four pairs of columns."""
+    return gl.inline_asm_elementwise(
+        _INT4,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _four_bit_operand(words, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode words [8, 4, 32] to the left operand [64, 128], whose columns are in the order of four_bit_columns.py.
+    Moves nothing."""
+    v = _decoded_words(words)
+    w = gl.join(
+        gl.join(gl.join(v[0], v[4]), gl.join(v[2], v[6])),
+        gl.join(gl.join(v[1], v[5]), gl.join(v[3], v[7])),
+    )
+    # row of tiles, row, lane of four, word, half of a word, half of an instruction's columns, odd
+    w = w.reshape((8, 8, 4, 4, 2, 2, 2)).permute((0, 1, 3, 4, 5, 2, 6)).reshape((_ROWS, _COLUMNS))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
 @gluon.jit
 def _share_begin(program, units):  # type: ignore[no-untyped-def]
     """The first of a program's steps."""
@@ -195,13 +314,19 @@ def _first_row(tile, num_outputs, GROUP: gl.constexpr, BLOCK: gl.constexpr, SWIG
 
 @gluon.jit
 def _copy_weights(  # type: ignore[no-untyped-def]
-    weights, extra, buffers, ready, stage, unit, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
-):
+    weights, extra, buffers, ready, stage, unit, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
+    FOUR_BIT: gl.constexpr
+):  # fmt: skip
     """Start the copies of a step's weights: each group's blocks; of an extra tile, each group's halves of the
     columns."""
     tile = unit // groups
     column = unit % groups * (_COLUMNS // 2)
-    if extra is None:  # noqa: SIM114 a condition that is known at compile time
+    if FOUR_BIT:
+        for group in gl.static_range(2):
+            for block in gl.static_range(BLOCKS):
+                place = [_first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS) // 8, unit % groups * 4, 0]
+                _copy_block(weights, place, ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
+    elif extra is None:  # noqa: SIM114 a condition that is known at compile time
         for group in gl.static_range(2):
             for block in gl.static_range(BLOCKS):
                 row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
@@ -218,15 +343,46 @@ def _copy_weights(  # type: ignore[no-untyped-def]
                 _copy_block(extra, place, ready, buffers.index(4 * stage + 2 * group + half))
 
 
+_PREFETCH = gl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
+@gluon.jit
+def _prefetch(addresses, sizes):  # type: ignore[no-untyped-def]
+    """Ask for so many bytes at each address to be in L2."""
+    gl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, sizes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch_piece(  # type: ignore[no-untyped-def]
+    values, unit, is_first, piece, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Where a piece of some adjacent steps begins, ask for all of it to be in L2: memory gives several hundred adjacent
+    bytes of a row sooner at once than 128 at a time."""
+    tile, group = unit // groups, unit % groups
+    if (piece > 1) & (tile < tiles):
+        begun = group % piece
+        if is_first | (begun == 0):
+            size = gl.minimum(piece - begun, groups - group) * _COLUMNS
+            i = gl.arange(0, 2 * BLOCKS * _ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            if SWIGLU:
+                row = tile * (2 * _ROWS) + i % (2 * _ROWS) + i // (2 * _ROWS) * num_outputs
+            else:
+                row = tile * (2 * BLOCKS * _ROWS) + i
+            at = values + row.to(gl.int64) * (groups * _COLUMNS) + group * _COLUMNS
+            _prefetch(at.to(gl.int64, bitcast=True), i * 0 + size)
+
+
 @gluon.jit
 def _fetch(  # type: ignore[no-untyped-def]
     operands, shared, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr
+    FOUR_BIT: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """The warp that fetches. Weights of the first steps are asked for before the previous kernel has ended."""
-    x, weights, extra, num_outputs, tiles, all_tiles, groups, release = operands
+    x, weights, extra, values, num_outputs, tiles, all_tiles, groups, piece, release = operands
     x_buffers, weight_buffers, full, empty = shared
-    BYTES: gl.constexpr = (2 * BLOCKS * _ROWS + 2 * BLOCK_M) * _COLUMNS
+    BYTES: gl.constexpr = (2 * BLOCKS * _ROWS // (2 if FOUR_BIT else 1) + 2 * BLOCK_M) * _COLUMNS
     begin = _share_begin(gl.program_id(0), all_tiles * groups)
     count = _share_begin(gl.program_id(0) + 1, all_tiles * groups) - begin
     token = gl.program_id(1) * BLOCK_M
@@ -234,9 +390,12 @@ def _fetch(  # type: ignore[no-untyped-def]
     for turn in range(ahead):
         ready = full.index(turn)
         mbarrier.expect(ready, BYTES)
+        if values is not None:
+            _prefetch_piece(values, begin + turn, turn == 0, piece, num_outputs, tiles, groups, SWIGLU, BLOCKS)
         _copy_weights(
-            weights, extra, weight_buffers, ready, turn, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS
-        )
+            weights, extra, weight_buffers, ready, turn, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS,
+            FOUR_BIT
+        )  # fmt: skip
     _await_previous(PDL)
     for turn in range(ahead):
         _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], full.index(turn), x_buffers.index(turn))
@@ -248,21 +407,23 @@ def _fetch(  # type: ignore[no-untyped-def]
         mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
         ready = full.index(stage)
         mbarrier.expect(ready, BYTES)
+        if values is not None:
+            _prefetch_piece(values, begin + turn, False, piece, num_outputs, tiles, groups, SWIGLU, BLOCKS)
         _copy_weights(
-            weights, extra, weight_buffers, ready, stage, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS
-        )
+            weights, extra, weight_buffers, ready, stage, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS,
+            FOUR_BIT
+        )  # fmt: skip
         _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], ready, x_buffers.index(stage))
 
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     scales, turn, steps, shared, GROUP: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
-):
+):  # fmt: skip
     """Return (each block's sum over some steps, float32 [64, BLOCK_M], next turn). scales: pointers to each block's
     first."""
-    x_buffers, weight_buffers, full, empty = shared
+    _x_buffers, _weight_buffers, full, empty = shared
     MMA: gl.constexpr = _mma_layout(BLOCK_M)
-    PAIRS: gl.constexpr = _pairs_layout()
     zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, MMA)
     sums, next_scales = (), ()
     for block in gl.static_range(BLOCKS):
@@ -272,13 +433,10 @@ def _multiply(  # type: ignore[no-untyped-def]
         stage = turn % STAGES
         scale, products = next_scales, ()
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        x = x_buffers.index(stage).permute((1, 0))
         # Loaded one step ahead: too small for an asynchronous copy, and too slow to wait for.
-        next_scales, further = (), gl.minimum(step + 1, steps - 1)
+        next_scales = _later_scales(scales, gl.minimum(step + 1, steps - 1), BLOCKS)
         for block in gl.static_range(BLOCKS):
-            w = _decoded(weight_buffers.index(2 * BLOCKS * stage + BLOCKS * GROUP + block).load(PAIRS), MMA)
-            products += (warpgroup_mma(w, x, zeros, use_acc=False, is_async=True),)
-            next_scales += (gl.load(scales[block] + further),)
+            products += (_product(shared, stage, block, zeros, GROUP, BLOCKS, MMA),)
         new_sums = ()
         for block in gl.static_range(BLOCKS):
             product = warpgroup_mma_wait(BLOCKS - 1 - block, deps=[products[block]])
@@ -286,6 +444,68 @@ def _multiply(  # type: ignore[no-untyped-def]
                 mbarrier.arrive(empty.index(stage), count=1)
             new_sums += (gl.fma(product, scale[block], sums[block]),)
         sums = new_sums
+        turn += 1
+    return sums, turn
+
+
+@gluon.jit
+def _later_scales(scales, step, BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Each block's scale of a step."""
+    loaded = ()
+    for block in gl.static_range(BLOCKS):
+        loaded += (gl.load(scales[block] + step),)
+    return loaded
+
+
+@gluon.jit
+def _product(shared, stage, BLOCK: gl.constexpr, zeros, GROUP: gl.constexpr, BLOCKS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start a block's product with the tokens of a stage."""
+    x_buffers, weight_buffers, _full, _empty = shared
+    PAIRS: gl.constexpr = _pairs_layout()
+    w = _decoded(weight_buffers.index(2 * BLOCKS * stage + BLOCKS * GROUP + BLOCK).load(PAIRS), MMA)
+    x = x_buffers.index(stage).permute((1, 0))
+    return warpgroup_mma(w, x, zeros, use_acc=False, is_async=True)
+
+
+_EARLY = gl.constexpr(4)
+"""Steps by which scales of rows are loaded ahead: 16 bytes of each row of tiles, of which one step in eight has to
+wait for memory."""
+
+
+@gluon.jit
+def _multiply_four_bit(  # type: ignore[no-untyped-def]
+    scales, turn, steps, shared, GROUP: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """`_multiply` of 4-bit integers. scales: pointers [64, 1] to those of each block's rows."""
+    x_buffers, weight_buffers, full, empty = shared
+    MMA: gl.constexpr = _mma_layout(BLOCK_M)
+    WORDS: gl.constexpr = _words_layout()
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, MMA)
+    sums, early = (), ()
+    for _block in gl.static_range(BLOCKS):
+        sums += (zeros,)
+    for step in gl.static_range(_EARLY):
+        for block in gl.static_range(BLOCKS):
+            early += (gl.load(scales[block] + gl.minimum(step, steps - 1) * 8),)
+    for step in range(steps):
+        stage = turn % STAGES
+        products, later = (), ()
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        for i in gl.static_range(BLOCKS, len(early)):
+            later += (early[i],)
+        x = x_buffers.index(stage).permute((1, 0))
+        for block in gl.static_range(BLOCKS):
+            words = weight_buffers.index(2 * BLOCKS * stage + BLOCKS * GROUP + block).load(WORDS)
+            w = _four_bit_operand(words, MMA)
+            products += (warpgroup_mma(w, x, zeros, use_acc=False, is_async=True),)
+            later += (gl.load(scales[block] + gl.minimum(step + _EARLY, steps - 1) * 8),)
+        new_sums = ()
+        for block in gl.static_range(BLOCKS):
+            product = warpgroup_mma_wait(BLOCKS - 1 - block, deps=[products[block]])
+            if block == BLOCKS - 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            new_sums += (gl.fma(product, early[block].to(gl.float32), sums[block]),)
+        sums, early = new_sums, later
         turn += 1
     return sums, turn
 
@@ -389,10 +609,17 @@ def _compute_tile(  # type: ignore[no-untyped-def]
     tile = unit // groups
     column = unit - tile * groups
     scale_at = ()
-    for block in gl.static_range(BLOCKS):
-        row = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS)
-        scale_at += (scales + row // BLOCK_ROWS * groups + column,)
-    sums, turn = _multiply(scale_at, turn, stop - unit, shared, GROUP, BLOCKS, BLOCK_M, STAGES)
+    if BLOCK_ROWS == 1:
+        o = gl.expand_dims(gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _mma_layout(BLOCK_M))), 1)
+        for block in gl.static_range(BLOCKS):
+            rows = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS) + o
+            scale_at += (scales + (rows // 8 * groups + column) * 8 + rows % 8,)
+        sums, turn = _multiply_four_bit(scale_at, turn, stop - unit, shared, GROUP, BLOCKS, BLOCK_M, STAGES)
+    else:
+        for block in gl.static_range(BLOCKS):
+            row = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS)
+            scale_at += (scales + row // BLOCK_ROWS * groups + column,)
+        sums, turn = _multiply(scale_at, turn, stop - unit, shared, GROUP, BLOCKS, BLOCK_M, STAGES)
     begins_tile = (column == 0).to(gl.int32)
     sums, has_all = _sum_parts(
         sums, tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP, BLOCKS, BLOCK_M
@@ -454,17 +681,24 @@ def _compute(  # type: ignore[no-untyped-def]
 
 
 # Triton 3.6 fails to compile a constant in place of `groups`, which a specialized argument of 1 is.
-@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "tiles", "groups", "release"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "tiles", "groups", "piece", "release"])
 def product_kernel(  # type: ignore[no-untyped-def]
-    out, out_stride, x, weights, extra, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, num_extra,
-    tiles, groups, release, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
+    out, out_stride, x, weights, values, extra, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs,
+    num_extra, tiles, groups, piece, release, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, FETCH_REGISTERS: gl.constexpr,
     PDL: gl.constexpr
 ):  # fmt: skip
     """num_outputs: of SwiGLU, those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before
-    the last one is asked for, at which the next kernel may start. BLOCKS: of rows, of a group of warps."""
+    the last one is asked for, at which the next kernel may start. piece: steps whose weights are asked for to be in L2
+    at once; 0 or 1: none besides. values: the weights, for that. BLOCK_ROWS: of a scale; 1: 4-bit integers in tiles, of
+    which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
     x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, _COLUMNS], x.layout)
-    weight_buffers = gl.allocate_shared_memory(gl.uint16, [2 * BLOCKS * STAGES, _ROWS, _COLUMNS // 2], weights.layout)
+    if BLOCK_ROWS == 1:
+        weight_buffers = gl.allocate_shared_memory(gl.int32, [2 * BLOCKS * STAGES, 8, 4, 32], weights.layout)
+    else:
+        weight_buffers = gl.allocate_shared_memory(
+            gl.uint16, [2 * BLOCKS * STAGES, _ROWS, _COLUMNS // 2], weights.layout
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -475,12 +709,12 @@ def product_kernel(  # type: ignore[no-untyped-def]
     operands = (
         out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups
     )  # fmt: skip
-    fetched = (x, weights, extra, num_outputs, tiles, all_tiles, groups, release)
+    fetched = (x, weights, extra, values, num_outputs, tiles, all_tiles, groups, piece, release)
     gl.warp_specialize(
         [
             (_compute, (operands, num_extra, shared, 0, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
             (_compute, (operands, num_extra, shared, 1, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
-            (_fetch, (fetched, shared, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+            (_fetch, (fetched, shared, SWIGLU, BLOCKS, BLOCK_M, STAGES, BLOCK_ROWS == 1, PDL)),
         ],
         [4, 1],
         [REGISTERS, FETCH_REGISTERS],

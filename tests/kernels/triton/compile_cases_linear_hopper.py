@@ -1,4 +1,4 @@
-"""The products of linear_hopper.py at the shapes of a 27B with block-scaled weights."""
+"""The products of linear_hopper.py at the shapes of a 27B with block-scaled weights or 4-bit integers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import linear_hopper
 from agentspec.kernels.triton.linear_hopper import ROWS
+from benchmarks.four_bit import SHAPES, hopper_candidates
 from benchmarks.linear import hopper_plans
 from benchmarks.linear_results import MODELS
 from tests.kernels.triton.compile_case import CompileCase
 
 NUM_MULTIPROCESSORS = 132
-_NAMES = {gl.bfloat16: "bf16", gl.uint16: "u16"}
+_NAMES = {gl.bfloat16: "bf16", gl.uint16: "u16", gl.int32: "i32"}
 
 
 def _blocks(rows: int, columns: int, dtype: Any) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return f"tensordesc<{_NAMES[dtype]}[{rows},{columns}],{layout!r}>"
+    block = [rows, 4, columns] if dtype == gl.int32 else [rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return f"tensordesc<{_NAMES[dtype]}{str(block).replace(' ', '')},{layout!r}>"
 
 
 def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
@@ -31,11 +33,14 @@ def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCa
             "out": "*bf16",
             "x": _blocks(plan.block_m, 128, gl.bfloat16),
             "weights": _blocks(ROWS, 64, gl.uint16),
+            "values": "*u8",
             "scales": "*fp32",
             "partial_ptr": "*fp32",
             "arrivals_ptr": "*i32",
         }
-        signature |= dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "release"), "i32")
+        signature |= dict.fromkeys(
+            ("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"
+        )
         constexprs: dict[str, Any] = {
             "BLOCK_ROWS": 128,
             "SWIGLU": shape.kind == "norm_swiglu",
@@ -67,7 +72,58 @@ def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCa
     return cases
 
 
+def four_bit_layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
+    """A case for each height of a tile."""
+    is_swiglu = name == "27B ffn in"
+    found = hopper_candidates(SHAPES[name], num_tokens, NUM_MULTIPROCESSORS, is_swiglu=is_swiglu)
+    cases = []
+    for plan in {plan.block_o: plan for plan in found}.values():
+        signature = {
+            "out": "*bf16",
+            "x": _blocks(plan.block_m, 128, gl.bfloat16),
+            "weights": _blocks(8, 32, gl.int32),
+            "scales": "*bf16",
+            "partial_ptr": "*fp32",
+            "arrivals_ptr": "*i32",
+        }
+        signature |= dict.fromkeys(
+            ("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"
+        )
+        constexprs: dict[str, Any] = {
+            "values": None,
+            "extra": None,
+            "num_extra": None,
+            "BLOCK_ROWS": 1,
+            "SWIGLU": is_swiglu,
+            "BLOCKS": plan.block_o // (2 * ROWS),
+            "BLOCK_M": plan.block_m,
+            "STAGES": plan.stages,
+            "REGISTERS": linear_hopper._REGISTERS,
+            "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
+        }
+        if is_swiglu:
+            constexprs["residual"] = None
+        else:
+            signature["residual"] = "*bf16"
+        cases.append(
+            CompileCase(
+                name=f"{name} for Hopper M={num_tokens} int4, tiles of {plan.block_o}",
+                kernel=linear_hopper.product_kernel,
+                signature=signature,
+                constexprs=constexprs,
+                multiples_of_16=("out_stride", "num_outputs"),
+                stack_bytes=stack_bytes,
+                instructions=("wgmma.mma_async", "cp.async.bulk.tensor.3d", "lop3.b32 s", "ld.shared.v4.b32"),
+            )
+        )
+    return cases
+
+
 CASES = [
+    *four_bit_layer("27B ffn in", 32),
+    # With Triton 3.9, from one tile to the next.
+    *four_bit_layer("27B ffn in", 64, stack_bytes=56),
+    *four_bit_layer("27B ffn out", 32),
     *layer("ffn in", 16),
     *layer("ffn out", 16),
     *layer("delta in", 32),

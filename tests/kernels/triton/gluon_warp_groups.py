@@ -31,7 +31,8 @@ class WarpGroups:
         self._random = random.Random(seed)
         self._order = order
         self._groups: dict[int, _Group] = {}
-        self.hidden_stores = 0
+        self.prefetched: list[tuple[int, int]] = []
+        """(address, bytes)."""
         names = _interpreted(
             linear_hopper,
             self._allocate,
@@ -52,11 +53,14 @@ class WarpGroups:
         language.program_id = self._program_id
         language.uint16, language.bfloat16 = tl.uint16, tl.bfloat16
         names["_barrier"] = lambda: None
+        names["_prefetch"] = self._prefetch
         names["_decoded"] = lambda pairs, _: _float(pairs.handle.data)
         names["_view"] = lambda buffer, *_: _View(buffer)
         names["_blocks_of"] = _Blocks
         names["product_kernel"] = _Kernel(names["product_kernel"])
+        names["_decoded_words"] = _words
         self.launch_product = names["launch_product"]
+        self.launch_four_bit = names["launch_four_bit"]
 
     def _program_id(self, axis: int) -> Any:
         place = tl.program_id(axis)
@@ -113,7 +117,6 @@ class WarpGroups:
 
     def _arrive(self, barrier: _Barrier, count: int) -> None:
         group = self._current()
-        assert not group.under_way, "a buffer is released while a product reads it"
         for _ in range(count):
             barrier.arrive()
         self._switch(group)
@@ -130,11 +133,17 @@ class WarpGroups:
         assert has_passed()
         group.is_able = lambda: True
 
+    def _prefetch(self, addresses: Any, sizes: Any) -> None:
+        for address, size in zip(addresses.handle.data.ravel(), sizes.handle.data.ravel(), strict=True):
+            assert size > 0
+            assert not address % 16
+            assert not size % 16
+            self.prefetched.append((int(address), int(size)))
+
     def _copy(self, blocks: _Blocks, place: list[Any], barrier: _Barrier, buffer: _Buffer) -> None:
         assert buffer.num_readers == 0, "a copy to a buffer that still has readers"
         buffer.data = None
-        row, column = (int(_number(x)) for x in place)
-        barrier.copies.append((buffer, *blocks.block(row, column)))
+        barrier.copies.append((buffer, *blocks.block(*(int(_number(x)) for x in place))))
 
     def _product(self, a: Any, b: Any, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
         assert is_async
@@ -284,17 +293,18 @@ class _Blocks:
     def __init__(self, values: Tensor, rows: int, dtype: Any) -> None:
         self._is_tokens = dtype == tl.bfloat16
         self._values = (values.float() if self._is_tokens else values).numpy()
-        self._size = rows, 128 if self._is_tokens else 64
+        self._size = (rows, 4, 32) if dtype == tl.int32 else (rows, 128 if self._is_tokens else 64)
 
-    def block(self, row: int, column: int) -> tuple[Any, int]:
+    def block(self, *place: int) -> tuple[Any, int]:
         """(values, bytes)."""
-        rows, columns = self._size
-        assert row >= 0
-        assert 0 <= column <= self._values.shape[1] - columns
-        part = self._values[row : row + rows, column : column + columns]
+        assert len(place) == len(self._size)
+        assert min(place) >= 0
+        for first, size, most in list(zip(place, self._size, self._values.shape, strict=True))[1:]:
+            assert first + size <= most
+        part = self._values[tuple(slice(first, first + size) for first, size in zip(place, self._size, strict=True))]
         block = np.zeros(self._size, part.dtype)
         block[: len(part)] = part
-        return block, 2 * rows * columns
+        return block, block.size * (2 if self._is_tokens else block.itemsize)
 
 
 def _float(pairs: Any) -> Any:
@@ -302,7 +312,15 @@ def _float(pairs: Any) -> Any:
     return _tensor(codes.float().numpy())
 
 
-_TYPES = {np.dtype(np.float32): tl.float32, np.dtype(np.uint16): tl.uint16}
+def _words(words: Any) -> list[Any]:
+    """Eight integers of each word, which is of a symmetric form: four pairs."""
+    bits = words.handle.data.view(np.uint32)
+    return [
+        _tensor((bits >> (4 * pair + 16 * half) & 15).astype(np.float32) - 8) for pair in range(4) for half in range(2)
+    ]
+
+
+_TYPES = {np.dtype(np.float32): tl.float32, np.dtype(np.uint16): tl.uint16, np.dtype(np.int32): tl.int32}
 
 
 def _tensor(data: Any) -> Any:

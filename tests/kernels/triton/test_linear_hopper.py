@@ -25,8 +25,8 @@ DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 TOLERANCE = 2e-6 if INTERPRETED else 6e-3
 
 
-def plan(block_o: int, block_m: int, programs: int, stages: int = 2) -> Plan:
-    return Plan(block_o=block_o, block_m=block_m, block_k=128, stages=stages, warps=8, programs=programs)
+def plan(block_o: int, block_m: int, programs: int, stages: int = 2, **options: Any) -> Plan:
+    return Plan(block_o=block_o, block_m=block_m, block_k=128, stages=stages, warps=8, programs=programs, **options)
 
 
 class Layer:
@@ -115,6 +115,36 @@ def test_swiglu_and_extra_rows_match_float64(programs: int, device: torch.device
             got = run(plan(256, 32, programs), layer, order, seed, extra_EK=layer.extra)
             expected = torch.cat([layer.product, layer.x.double() @ layer.extra.double().t()], -1)
             check(got, expected, layer.note)
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("block_o", [128, 256])
+def test_pieces_change_no_bit(block_o: int, programs: int, device: torch.device) -> None:
+    for seed, (num_rows, depth) in enumerate(SIZES):
+        layer = Layer((16, 13, 5)[seed], num_rows, depth, seed, device)
+        plain = run(plan(block_o, 16, programs), layer)
+        for piece in (2, 4):
+            other = plan(block_o, 16, programs, stages=2 + seed, piece=piece)
+            assert torch.equal(run(other, layer, ORDERS[-1], seed), plain), layer.note
+        if block_o == 256:
+            for options in ({"is_swiglu": True}, {"extra_EK": layer.extra}):
+                plain = run(plan(256, 16, programs), layer, **options)
+                assert torch.equal(run(other, layer, ORDERS[-1], seed, **options), plain), layer.note
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts what a kernel asks for")
+@pytest.mark.parametrize("is_swiglu", [False, True])
+def test_pieces_are_all_of_the_weights(is_swiglu: bool, device: torch.device) -> None:
+    layer = Layer(16, 512, 640, 6, device)
+    for programs in PROGRAMS:
+        groups = WarpGroups()
+        groups.launch_product(plan(256, 16, programs, piece=4), layer.x, layer.weight, is_swiglu=is_swiglu)
+        first = min(address for address, _ in groups.prefetched)
+        wanted = torch.zeros(512 * 640, dtype=torch.bool)
+        for address, size in groups.prefetched:
+            assert address - first + size <= len(wanted)
+            wanted[address - first : address - first + size] = True
+        assert wanted.all()
 
 
 def test_rows_may_share_scales_in_blocks_of_64(device: torch.device) -> None:
