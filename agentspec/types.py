@@ -88,7 +88,9 @@ def most_drafts(block_tokens: int = BLOCK_TOKENS, *, has_ring: bool = False) -> 
 
 
 class WindowShape(NamedTuple):
-    """Columns of every window of a step: the last emitted token, then MTP drafts, then copies."""
+    """Columns of every window of a step: the last emitted token, then MTP drafts, then copies. Where windows share the
+    rows of their forward (slots with rings), num_copies is a mean: slots with copies have what the others don't need
+    (mtp/shared_rows.py)."""
 
     num_mtp: int
     num_copies: int = 0
@@ -101,6 +103,10 @@ class WindowShape(NamedTuple):
     @property
     def width(self) -> int:
         return 1 + self.num_drafted
+
+    def most_drafts(self, most: int) -> int:
+        """The most drafts that one window may have, if at most so many are made for a slot."""
+        return most if self.num_copies else self.num_drafted
 
 
 class SlotResult(NamedTuple):

@@ -20,6 +20,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from benchmarks.copies_report import Report, Result, figures_of
 from benchmarks.decode_checks import check_small_model
 from benchmarks.published import CONFIGS, PrefilledModel
 from benchmarks.recorded_turns import Recording, check_copies, play, read_recording
-from benchmarks.running_engine import Case, missing_bytes
+from benchmarks.running_engine import Case, missing_bytes, windows_of_one_width
 
 TINY = "tiny"
 """The bundled model's shapes."""
@@ -69,8 +70,11 @@ class Run(CaseRun[Result]):
                 (other.case for other in self._report.results if other.case.model == case.model),
                 key=lambda other: (other.copies, other.batch),
             )
-        played = play(case, turns, model, self._device, rates=rates, time_is_up=lambda: self.time_is_up, widest=widest)
-        num_checked = check_copies(played, turns, len(rates))
+        with nullcontext() if case.shares else windows_of_one_width():
+            played = play(
+                case, turns, model, self._device, rates=rates, time_is_up=lambda: self.time_is_up, widest=widest
+            )
+        num_checked = check_copies(played, turns, len(rates), case.copies, shares=case.shares)
         if played.num_turns < len(turns):
             result.note = f"the time was up after {played.num_turns} of {len(turns)} turns"
         result.figures = figures_of(played, turns, num_mtp=len(rates), num_checked=num_checked)
@@ -90,6 +94,7 @@ def chosen_cases(options: argparse.Namespace, recordings: list[Recording]) -> li
                 depth=len(options.mtp_rates),
                 state_form=state_form,
                 copies=copies,
+                shares=shares,
             ),
         )
         for model in options.models
@@ -97,6 +102,7 @@ def chosen_cases(options: argparse.Namespace, recordings: list[Recording]) -> li
         for users in options.users
         for state_form in options.state_form
         for copies in sorted(options.copies)
+        for shares in ((False, True) if options.one_width and copies else (True,))
         if state_form == "ring" or not copies
     ]
 
@@ -111,6 +117,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--copies", nargs="+", type=int, default=[0, MAX_COPIES], help="most copies of a window")
     parser.add_argument(
         "--state-form", nargs="+", choices=("rows", "ring"), default=["ring"], help="as of an engine; copies need rings"
+    )
+    parser.add_argument(
+        "--one-width", action="store_true", help="also with copies where all windows of a step have the same columns"
     )
     parser.add_argument(
         "--mtp-rates", type=numbers(float), default=RATES, help="of each draft, if those before it are right; commas"

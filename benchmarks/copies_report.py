@@ -203,7 +203,11 @@ class Report:
 
 def _head(result: Result) -> list[str]:
     case = result.case
-    return [result.recording.name, case.model, case.state_form, str(case.batch), str(case.copies)]
+    return [result.recording.name, case.model, case.state_form, str(case.batch), _copies(case)]
+
+
+def _copies(case: Case) -> str:
+    return str(case.copies) if case.shares else f"{case.copies}, one width"
 
 
 def _widths(result: Result, figures: Figures) -> str:
@@ -218,7 +222,7 @@ def _lengths(result: Result, figures: Figures) -> str:
         else "–"
         for one in figures.by_length
     ]
-    return _row([result.recording.name, result.case.model, str(result.case.batch), str(result.case.copies), *cells])
+    return _row([result.recording.name, result.case.model, str(result.case.batch), _copies(result.case), *cells])
 
 
 def _row(cells: Sequence[str]) -> str:

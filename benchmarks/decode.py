@@ -100,10 +100,12 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
             state_form=state_form,
             copies=copies,
             ranks=options.tensor_parallel[0],
+            shares=shares,
         )
         for (model, context, batch, depth), copies, state_form in itertools.product(
             itertools.product(*axes), options.copies, options.state_form
         )
+        for shares in ((True, False) if options.one_width and copies else (True,))
     ]
 
 
@@ -222,7 +224,10 @@ def arguments() -> argparse.Namespace:
     )
     which.add_argument("--state-form", nargs="+", choices=("rows", "ring"), default=["ring"], help="as of an engine")
     which.add_argument(
-        "--copies", nargs="+", type=int, default=[0], help="columns for copies, of which none is accepted: their cost"
+        "--copies", nargs="+", type=int, default=[0], help="columns for copies, of which none is live: their cost"
+    )
+    which.add_argument(
+        "--one-width", action="store_true", help="with copies, also where all columns are computed, dead or live"
     )
     which.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
     which.add_argument(

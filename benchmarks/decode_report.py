@@ -157,6 +157,7 @@ def _case_cells(result: Result) -> list[str]:
     model = f"{case.model}{' sampled' * case.sampled}{' rows' * (case.state_form == 'rows')}"
     model += f", {case.ranks} GPUs" * (case.ranks > 1)
     drafts = f"{case.depth} + {case.copies} copies" if case.copies else str(case.depth)
+    drafts += ", one width" * (not case.shares)
     return [model, f"{case.context:,}", f"{case.batch}", drafts]
 
 

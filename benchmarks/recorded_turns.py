@@ -301,10 +301,14 @@ def _difference(number: int, turn: RecordedTurn, emitted: list[int], event: Fini
     )
 
 
-def check_copies(played: Played, turns: Sequence[RecordedTurn], num_mtp: int) -> int:
+def check_copies(
+    played: Played, turns: Sequence[RecordedTurn], num_mtp: int, most_copies: int, *, shares: bool = True
+) -> int:
     """Compare the copies of every window, behind MTP drafts that are all right, with the rule on the recorded text: how
-    many were offered, and how many accepted. Returns the number of windows compared.
+    many were offered, and how many accepted. Returns the number of windows compared. most_copies: of one window.
+    shares: as in Case.
 
+    A window may have fewer copies than were made only where the windows of its step have all that it has rows for.
     Raises CheckFailedError at the first difference."""
     num_compared = 0
     for step, window in played.windows:
@@ -313,9 +317,14 @@ def check_copies(played: Played, turns: Sequence[RecordedTurn], num_mtp: int) ->
             continue
         matches, final = turn.matches, window.last + num_mtp
         room = len(turn.prompt) + len(turn.answer) - 2 - final
-        offered = num_copies if matches.length_N[final] >= MIN_COPY_MATCH else 0
-        expected = (offered, min(int(matches.run_N[final]), offered, room))
         found = (window.offered - num_mtp, window.accepted - num_mtp)
+        offered = 0
+        if matches.length_N[final] >= MIN_COPY_MATCH:
+            offered = most_copies if shares else num_copies
+            num_shared = sum(max(one.offered - num_mtp, 0) for one in step.windows)
+            if 0 <= found[0] < offered and num_shared >= len(step.windows) * num_copies:
+                offered = found[0]
+        expected = (offered, min(int(matches.run_N[final]), offered, room))
         if found != expected:
             raise CheckFailedError(
                 f"turn {window.turn} of session {turn.session_id}: behind token {window.last} {found} copies are "

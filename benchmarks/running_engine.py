@@ -10,27 +10,34 @@ import gc
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 import msgspec
 import torch
+from torch import Tensor
 
+from agentspec import kernels
 from agentspec.config import EngineConfig
+from agentspec.engine import settings
 from agentspec.engine.assembly import build, machine_of
 from agentspec.engine.settings import Settings
+from agentspec.kernels.slots import Window
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.shards import SINGLE_RANK, Rank
 from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
+from agentspec.runtime import decode_step
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, rings_bytes
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
+from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import (
     ModelSpec,
     RingShape,
@@ -70,10 +77,13 @@ class Case:
     sampled: bool = False
     state_form: Literal["rows", "ring"] = "ring"
     copies: int = 0
-    """Columns for copies in every window. Random text repeats nothing, so they are never accepted: only their cost is
-    measured."""
+    """Columns for copies in every window, on average. Random text repeats nothing, so they are dead: only what they
+    cost then is measured, and without `shares` what they cost anyway."""
     ranks: int = 1
     """GPUs that share the model."""
+    shares: bool = True
+    """The windows of a step share its rows, as the engine's do with rings and copies; otherwise all have the same
+    columns, dead or live."""
 
     def __post_init__(self) -> None:
         for name, value in (("context", self.context), ("batch", self.batch)):
@@ -106,7 +116,8 @@ class Case:
         return (
             f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted "
             f"{self.emitted:g}{', sampled' * self.sampled}{', ring' * (self.state_form == 'ring')}"
-            f"{f', {self.copies} copies' * bool(self.copies)}{f', {self.ranks} GPUs' * (self.ranks > 1)}"
+            f"{f', {self.copies} copies' * bool(self.copies)}{', one width' * (not self.shares)}"
+            f"{f', {self.ranks} GPUs' * (self.ranks > 1)}"
         )
 
 
@@ -179,6 +190,23 @@ class RecordedDepth(AdaptiveWindow):
 
 
 @contextmanager
+def windows_of_one_width() -> Iterator[None]:
+    """Engines that are built and run in this context don't share rows: all windows of a step have the same columns,
+    dead or live. For comparisons."""
+
+    def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
+        return kernels.backend(buffers.device).open_window(
+            buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1, buffers.ring
+        )
+
+    def policy(*arguments: Any, shares: bool, **keywords: Any) -> AdaptiveWindow:
+        return AdaptiveWindow(*arguments, **keywords)
+
+    with patch.object(decode_step, "open_windows", open_windows), patch.object(settings, "AdaptiveWindow", policy):
+        yield
+
+
+@contextmanager
 def kernels_ahead(
     name: str, config: EngineConfig, device: torch.device, *, max_pages: int | None = None
 ) -> Iterator[KernelsAhead | None]:
@@ -221,6 +249,7 @@ class RunningEngine:
         self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True
     ) -> None:
         """num_steps: number of calls of `step` before any request may end. graphs: as in EngineConfig."""
+        self._case = case
         spec, drafts = model.spec, case.max_drafts
         config = EngineConfig(
             tensor_parallel=model.shared.rank.count,
@@ -235,14 +264,13 @@ class RunningEngine:
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
-        with _kernels_of_ranks(case, config, model, memory, device) as ahead:
+        with self._windows(), _kernels_of_ranks(case, config, model, memory, device) as ahead:
             # No prompt is computed while steps are timed, so graphs of windows that ride in one would cost time only.
             parts = build(
                 model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead, most_riders=0
             )
         self.graphs = parts.graphs
         """A description of the captured graphs."""
-        self._case = case
         self._device = device
         self._loop = parts.loop
         max_tokens = memory.max_length - case.context
@@ -263,13 +291,18 @@ class RunningEngine:
     def step(self) -> list[list[int]]:
         """Launch a step and read the one before; return its emitted tokens by slot."""
         emitted = []
-        for event in self._loop.run_once():
+        with self._windows():
+            events = self._loop.run_once()
+        for event in events:
             assert isinstance(event, TokensEvent), (
                 f"request {event.request_id} ended before its time: {event.reason}, {event.error}"
             )
             emitted.append(event.token_ids)
         assert not emitted or len(emitted) == self._case.batch, f"{len(emitted)} of {self._case.batch} slots decode"
         return emitted
+
+    def _windows(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._case.shares else windows_of_one_width()
 
     def settle(self) -> None:
         """Wait until the device is idle; the next `step` reads the results of the last one."""

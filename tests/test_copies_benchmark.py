@@ -33,7 +33,7 @@ from benchmarks.recorded_turns import (
     play,
     read_recording,
 )
-from benchmarks.running_engine import Case
+from benchmarks.running_engine import Case, windows_of_one_width
 from tests.test_decode_benchmark import CPU, TOY
 
 CONFIG = replace(TOY, vocab_size=4_096, max_position=16_384)
@@ -44,7 +44,7 @@ RATES = (0.9, 0.8, 0.8)
 def widest_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's window policy goes by measured times, and what it chooses is not tested here."""
     monkeypatch.setattr(
-        settings, "AdaptiveWindow", lambda most, copies, min_mtp: FixedWindow(WindowShape(most, max(copies)))
+        settings, "AdaptiveWindow", lambda most, copies, min_mtp, shares: FixedWindow(WindowShape(most, max(copies)))
     )
 
 
@@ -95,10 +95,34 @@ def test_mtp_drafts_are_right_at_the_same_places_for_any_users(recording: Record
     assert {one.accepted for one in windows[0].values()} == {0, 1, 2, 3}
 
 
+def fixed_window(monkeypatch: pytest.MonkeyPatch, num_copies: int) -> None:
+    monkeypatch.setattr(settings, "AdaptiveWindow", lambda *_, **__: FixedWindow(WindowShape(3, num_copies)))
+
+
 def test_copies_follow_the_rule(recording: Recording, model: PrefilledModel) -> None:
     found = played(recording, model, users=2)
-    assert check_copies(found, recording.turns, 3) > 20
+    assert check_copies(found, recording.turns, 3, 12) > 20
     assert any(window.accepted > 3 for _, window in found.windows)
+
+
+def test_a_window_may_have_more_copies_than_the_mean(
+    recording: Recording, model: PrefilledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed_window(monkeypatch, num_copies=6)
+    found = played(recording, model, users=3)
+    assert check_copies(found, recording.turns, 3, 12) > 20
+    assert max(window.offered for _, window in found.windows) == 3 + 12
+    assert any(3 < window.offered < 3 + 12 for _, window in found.windows), "two slots with copies share 18 rows"
+
+
+def test_windows_of_one_width_have_the_mean(
+    recording: Recording, model: PrefilledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with windows_of_one_width():
+        fixed_window(monkeypatch, num_copies=4)
+        found = played(recording, model, users=3)
+    assert check_copies(found, recording.turns, 3, 12, shares=False) > 20
+    assert {window.offered for _, window in found.windows} == {3, 3 + 4}
 
 
 def test_wrong_tokens_and_wrong_copies_are_detected(
@@ -119,7 +143,7 @@ def test_wrong_tokens_and_wrong_copies_are_detected(
     monkeypatch.setattr(decode_step, "_with_copies", stale)
     wrong = played(recording, model)
     with pytest.raises(CheckFailedError, match="copies are offered and accepted, by the rule"):
-        check_copies(wrong, recording.turns, 3)
+        check_copies(wrong, recording.turns, 3, 12)
 
 
 # Figures

@@ -39,7 +39,7 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import rope_cos_sin
-from agentspec.kernels.slots import RingWindow
+from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.variants import KernelCompiler, Machine, Variant
 from agentspec.kernels.weights import (
     FP8,
@@ -71,6 +71,7 @@ __all__ = [
     "GatheredGroup",
     "Group",
     "KernelCompiler",
+    "LiveColumns",
     "Machine",
     "MixtureWeights",
     "Norm",

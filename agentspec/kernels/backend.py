@@ -8,10 +8,10 @@ No operation of a step reads device data on the host (those of `reference` do wh
 captured in a CUDA graph. Results are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows,
 positions, page tables) are contiguous.
 
-Shape letters: N tokens, B slots, T tokens per slot (N = B * T, slot by slot), H hidden size, O output features, E
-extra outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages per sequence, S slots of the
-tables, F fields, k drafts, c copies; in the recurrence V value heads, D value dim, K key dim, C conv channels; in
-attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+Shape letters: N tokens, B slots, T tokens per slot (N = B * T, slot by slot, unless slots.LiveColumns says which), H
+hidden size, O output features, E extra outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages
+per sequence, S slots of the tables, F fields, k drafts, c copies; in the recurrence V value heads, D value dim, K key
+dim, C conv channels; in attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from agentspec.kernels.prefill_batch import PrefillBatch
-from agentspec.kernels.slots import Commit, RingWindow, SamplingTable, Window
+from agentspec.kernels.slots import Commit, LiveColumns, RingWindow, SamplingTable, SharedRows, Window
 from agentspec.kernels.weights import Weight
 from agentspec.types import RingShape
 
@@ -204,12 +204,15 @@ class Backend(Protocol):
         ring: DeltaRing,
         read_row_B: Tensor,
         window: RingWindow,
+        live: LiveColumns | None = None,
     ) -> Tensor:
         """`gated_delta_step` for slots with rings: [N, V * D].
 
         Advances the state in the read row by the ring's entries from the read length to the start, then by the window.
         Stores the state at the fold length to the fold row (which may be the read row), and the window's entries to the
-        ring, in place. Definition: kernels/reference/gated_delta_ring.py."""
+        ring, in place. Definition: kernels/reference/gated_delta_ring.py.
+
+        live: the rows of `projected`, and so which columns there are; None: all. A dead row's output is zeros."""
 
     def fold_hidden(self, hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> None:
         """For slots with rings: store the hidden of the last token before the fold length to the fold row, in place.
@@ -226,6 +229,7 @@ class Backend(Protocol):
         *,
         first_position: int,
         exponent_P2GS: Tensor | None = None,
+        live: LiveColumns | None = None,
     ) -> Tensor:
         """Head norms, RoPE, K/V stores, causal attention and the output gate over every slot's window: [N, Q * D] in
         the projection's dtype.
@@ -238,6 +242,8 @@ class Backend(Protocol):
                 each head of a token is multiplied by, stored and read like the pool (kernels/reference/fp8_pages.py).
             page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
             first_position: earlier keys are never read (1 for the MTP layer); a query without keys gets zeros.
+            live: the rows of `projected`, and so which positions are stored and read; None: all of the windows'. A dead
+                row's output is zeros.
         Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must
         not be read, or must not affect the result.
         """
@@ -291,8 +297,10 @@ class Backend(Protocol):
         slot_ids_B: Tensor,
         num_columns: int,
         ring: RingShape | None = None,
+        shared: SharedRows | None = None,
     ) -> Window:
-        """Gather the forward's inputs from the slots. ring: sizes of the slots' rings; None: they have none.
+        """Gather the forward's inputs from the slots. ring: sizes of the slots' rings; None: they have none. shared:
+        the forward's rows, for which each slot's live columns are chosen, only with rings; None: all columns have one.
 
         slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
         repeat."""
@@ -306,6 +314,7 @@ class Backend(Protocol):
         *,
         block_tokens: int,
         ring: RingShape | None = None,
+        live: LiveColumns | None = None,
     ) -> Commit:
         """Decide how many tokens of each slot's window are accepted, and update its pointers, in place in slots_SF (an
         inert slot is not changed).
@@ -319,10 +328,17 @@ class Backend(Protocol):
         Column 0 of the next window is the last emitted token;
         `publish_drafts` adds the drafts.
 
-        chosen_BT: int64, the target's token after every column."""
+        chosen_BT: int64, the target's token after every column. live: the columns that the forward had; drafts of the
+        others count as not made, and what was chosen after them doesn't matter."""
 
     def force_acceptance(
-        self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+        self,
+        slots_SF: Tensor,
+        limits_SF: Tensor,
+        slot_ids_B: Tensor,
+        chosen_BT: Tensor,
+        rate_K: Tensor,
+        live: LiveColumns | None = None,
     ) -> Tensor:
         """Benchmarks only, before `commit_window`: accept valid drafts at given rates. Returns the tokens to commit in
         place of chosen_BT.
@@ -330,7 +346,8 @@ class Backend(Protocol):
         Draft i is accepted, whatever was chosen, if all earlier drafts are and the uniform of (seed, its position,
         token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Drafts from
         K on are accepted where they equal the chosen token. Valid drafts
-        that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
+        that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them.
+        live: as in `commit_window`."""
 
     def publish_drafts(
         self,
@@ -383,10 +400,12 @@ class Backend(Protocol):
         table: SamplingTable,
         *,
         constrained: bool,
+        live: LiveColumns | None = None,
     ) -> Tensor:
         """Sample the target's token after each column, by each slot's parameters: int64 BT. Order and formulas:
         kernels/reference/sampling.py.
 
         logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the
         table plus tokens 1..t. position_BT: int64, position of the sampled token. constrained: apply the table's
-        masks; otherwise they are not read."""
+        masks; otherwise they are not read. live: the columns that the forward had; logits_BTV is then [1, N, V], by its
+        rows, and a dead column gets any token."""

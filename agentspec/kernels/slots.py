@@ -9,14 +9,14 @@ host, so both sides use the same field names. Kernels that take addresses, and r
 the constants.
 
 Shape letters: S slots, B gathered rows, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E
-stop ids, F fields, X = ceil(V / 32).
+stop ids, F fields, X = ceil(V / 32), N rows of a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
 from torch import Tensor
@@ -193,6 +193,38 @@ class RingWindow:
     """int64. slot * C + position % C for each column: the place of its entry among all slots' entries."""
 
 
+class SharedRows(NamedTuple):
+    """The rows of a forward whose windows have different widths."""
+
+    num_rows: int
+    """At least own_columns for each slot."""
+    own_columns: int
+    """Leading columns of a window that always have a row, if they are live."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveColumns:
+    """Which columns of which windows a forward has, where it has fewer rows than the windows have columns.
+
+    A column is *live* if its draft was made for the slot's prefix, and there is a row for it. Each slot first gets rows
+    for its own columns (SharedRows); what is left goes to the other live columns, slot by slot. Rows are in the order
+    of slots and columns. Those behind the last live column are dead: whatever they hold, nothing is read or stored for
+    them."""
+
+    first_B: Tensor
+    """int64. Row of column 0; for an inert slot, where it would be, which may be N."""
+    count_B: Tensor
+    """int64. Live columns; 0 for an inert slot, otherwise at least 1."""
+    row_BT: Tensor
+    """int64. Row of each column. A dead column has some other row."""
+    cell_N: Tensor
+    """int64. b * T + t of the row's slot and column; 0 for a dead row."""
+    token_N: Tensor
+    """int64. 0 for a dead row."""
+    entry_N: Tensor
+    """int64. Like RingWindow.entries_BT. For a dead row an entry of the padding slot."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
     """Inputs of a forward, gathered from the slots. An inert slot reads the zero row at length 0 and writes to
@@ -210,6 +242,8 @@ class Window:
     """int32. SCRATCH_PAGE for an inert slot."""
     ring: RingWindow | None = None
     """None: every column's whole state goes to its write row."""
+    live: LiveColumns | None = None
+    """None: the forward has all columns: row b * T + t is column t of slot b."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

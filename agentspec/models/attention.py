@@ -60,9 +60,16 @@ class GatedAttention:
         return self._ops.norm_linear(x_NH, norm, self.qkv_proj)
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
-        return self.attend(projected_NP, memory, windows.length_B, windows.page_table_BP)
+        return self.attend(projected_NP, memory, windows.length_B, windows.page_table_BP, windows.live)
 
-    def attend(self, projected_NP: Tensor, memory: Memory, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+    def attend(
+        self,
+        projected_NP: Tensor,
+        memory: Memory,
+        start_B: Tensor,
+        page_table_BP: Tensor,
+        live: kernels.LiveColumns | None = None,
+    ) -> Tensor:
         """Like `step`, for windows with column 0 at position start_B (int64)."""
         kv_P2SGD, exponent_P2GS = _pools(memory)
         return self._ops.attention_step(
@@ -74,6 +81,7 @@ class GatedAttention:
             start_B,
             first_position=self._first_position,
             exponent_P2GS=exponent_P2GS,
+            live=live,
         )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:

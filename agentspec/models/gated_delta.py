@@ -71,6 +71,7 @@ class GatedDeltaNet:
             kernels.DeltaRing(*ring),
             windows.read_row_B,
             windows.ring,
+            windows.live,
         )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:

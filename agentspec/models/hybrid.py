@@ -149,7 +149,8 @@ class HybridModel(ABC):
         return self.pools.page_tensors()
 
     def verify(self, batch: VerifyBatch) -> Tensor:
-        x_NH = self._run_layers(batch.tokens_BT.flatten(), lambda mixer, x_NP, memory: mixer.step(x_NP, memory, batch))
+        tokens_N = batch.tokens_BT.flatten() if batch.live is None else batch.live.token_N
+        x_NH = self._run_layers(tokens_N, lambda mixer, x_NP, memory: mixer.step(x_NP, memory, batch))
         return self._window_hidden(x_NH, batch)
 
     def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
@@ -212,18 +213,21 @@ class HybridModel(ABC):
         return nearest_N.view(m.shape[:-1])
 
     def _window_hidden(self, x_NH: Tensor, batch: VerifyBatch) -> Tensor:
-        """Norm the windows' residual stream: [B, T, H]. Stores what the next steps read of it."""
+        """Norm the windows' residual stream: [B, T, H], with live columns [1, N, H]. Stores what the next steps read of
+        it."""
         stored, ids_N = self._hidden_places(batch)
         if batch.ring is not None and self.pools.hidden_SCH is not None:
             self._ops.fold_hidden(self.pools.hidden_RH, self.pools.hidden_SCH, batch.ring)
-        return self._ops.norm_to_rows(x_NH, self._norm, stored, ids_N).view(*batch.tokens_BT.shape, -1)
+        hidden_NH = self._ops.norm_to_rows(x_NH, self._norm, stored, ids_N)
+        return hidden_NH[None] if batch.live is not None else hidden_NH.view(*batch.tokens_BT.shape, -1)
 
     def _hidden_places(self, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
         """Where the hiddens of the windows' columns are: a tensor of hiddens, and the row of each column in it."""
         if batch.ring is None:
             return self.pools.hidden_RH, batch.write_rows_BT.flatten()
         assert self.pools.hidden_SCH is not None, "allocate() was called without rings"
-        return self.pools.hidden_SCH.flatten(0, 1), batch.ring.entries_BT.flatten()
+        ids_N = batch.ring.entries_BT.flatten() if batch.live is None else batch.live.entry_N
+        return self.pools.hidden_SCH.flatten(0, 1), ids_N
 
     def _mtp_head(self) -> MtpHead:
         assert self._mtp is not None, "the checkpoint has no MTP head: spec.has_mtp is False"

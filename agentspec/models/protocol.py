@@ -25,7 +25,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch, RingWindow
+from agentspec.kernels import LiveColumns, PrefillBatch, RingWindow
 from agentspec.models.state import Rings
 from agentspec.types import ModelSpec
 
@@ -47,6 +47,8 @@ class VerifyBatch:
     + k tokens."""
     ring: RingWindow | None = None
     """For slots with rings: what is read and written instead of the write rows."""
+    live: LiveColumns | None = None
+    """Which columns the forward has; None: all. Only for slots with rings."""
 
 
 class StepModel(Protocol):
@@ -73,7 +75,8 @@ class StepModel(Protocol):
         """All tensors that store pages, in the same form."""
 
     def verify(self, batch: VerifyBatch) -> Tensor:
-        """Target forward over the windows of all slots. Returns hidden_BTH, after the final norm.
+        """Target forward over the windows of all slots. Returns hidden_BTH, after the final norm; with live columns
+        hidden_1NH, by the forward's rows.
 
         Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv,
         hidden) to write_rows_BT[:, t], or an entry to the slot's ring."""

@@ -127,7 +127,8 @@ class AdaptiveWindow:
     that matched in its last known window, and how often one that didn't; for windows with copies separately, because
     they pass a stretch that repeats in fewer steps. The best k is found by the acceptance in all windows. Shapes with
     copies are compared with the same k without them, by the acceptance in windows with and without a match: text that
-    repeats is easier for MTP too. Behind fewer than max_mtp drafts nothing is copied and no match is seen.
+    repeats is easier for MTP too. Behind fewer than max_mtp drafts nothing is copied and no match is seen. Where
+    windows share the rows of a forward, a slot that matches has its own copies and those of slots that don't.
 
     Emitted tokens per second are maximised in each step alone. That maximises them over the whole text too: stretches
     that repeat have a number of tokens, not of steps, and each is passed in the least time at its own best rate.
@@ -143,9 +144,10 @@ class AdaptiveWindow:
     cost nothing: a shape with copies is hardly ever chosen without a known match, so its mean is already that of steps
     with matches."""
 
-    def __init__(self, max_mtp: int, copies: Sequence[int] = (), *, min_mtp: int = 0) -> None:
-        """copies: numbers of copies behind max_mtp MTP drafts, each at least 1."""
-        self._max_mtp = max_mtp
+    def __init__(self, max_mtp: int, copies: Sequence[int] = (), *, min_mtp: int = 0, shares: bool = False) -> None:
+        """copies: numbers of copies behind max_mtp MTP drafts, each at least 1. shares: windows share the rows of a
+        forward, so these are means, and the largest is what one window may have."""
+        self._max_mtp, self._shares = max_mtp, shares
         self._depths = [WindowShape(k) for k in range(min_mtp, max_mtp + 1)]
         self._wide = [WindowShape(max_mtp, count) for count in copies]
         self._mtp = [_Rate(_MTP_PRIOR) for _ in range(max_mtp)]
@@ -164,7 +166,7 @@ class AdaptiveWindow:
             return bucket.planned.pop()
         if num_matched and bucket.untried:
             return bucket.untried.pop()
-        rates = self._rates(bucket, min(num_matched / batch_size, 1.0))
+        rates = self._rates(bucket, batch_size, min(num_matched / batch_size, 1.0))
         best = max(rates, key=lambda shape: rates[shape], default=self._depths[-1])
         bucket.wide.steps_left -= 1
         bucket.depths.steps_left -= 1
@@ -209,7 +211,7 @@ class AdaptiveWindow:
             self._buckets[key] = _Bucket(self._depths, wide)
         return self._buckets[key]
 
-    def _rates(self, bucket: _Bucket, known_share: float) -> dict[WindowShape, float]:
+    def _rates(self, bucket: _Bucket, batch_size: int, known_share: float) -> dict[WindowShape, float]:
         """Expected tokens per second and slot, of every shape with a step time. known_share: of the slots, those that
         matched when last known."""
         seconds = {shape: times.mean for shape, times in bucket.times.items() if times.mean}
@@ -217,13 +219,17 @@ class AdaptiveWindow:
         narrow = self._depths[-1]
         for shape in self._wide if narrow in seconds else ():
             if shape in seconds:
-                rates[shape] = rates[narrow] * self._gain(shape, known_share) * seconds[narrow] / seconds[shape]
+                gain = self._gain(shape, batch_size, known_share)
+                rates[shape] = rates[narrow] * gain * seconds[narrow] / seconds[shape]
         return rates
 
-    def _gain(self, wide: WindowShape, known_share: float) -> float:
+    def _gain(self, wide: WindowShape, batch_size: int, known_share: float) -> float:
         """Expected tokens of a step with copies, relative to the same windows without them."""
         match = known_share * self._wide_match[True].value + (1.0 - known_share) * self._wide_match[False].value
         narrow = self._depths[-1]
+        if self._shares:  # of the windows that share the copies, one is given: the slot's that has them
+            num_sharing = 1.0 + match * (batch_size - 1)
+            wide = WindowShape(wide.num_mtp, min(len(self._copies), int(wide.num_copies * batch_size / num_sharing)))
         before = match * self.expected_emitted(narrow, True) + (1.0 - match) * self.expected_emitted(narrow, False)
         return 1.0 + match * (self.expected_emitted(wide, True) - self.expected_emitted(narrow, True)) / before
 

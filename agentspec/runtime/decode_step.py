@@ -4,20 +4,20 @@ It runs eagerly and is what a CUDA graph captures: no host reads, static shapes,
 the order of a step; knows nothing of requests, scheduling or the model's layers.
 
 Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H hidden size, V vocabulary, P pages per
-sequence, F fields.
+sequence, F fields, N rows of a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import Window
+from agentspec.kernels.slots import SharedRows, Window
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter, VerifiedWindow
 from agentspec.runtime.sampler import choose, count_emitted
@@ -31,10 +31,14 @@ class StepResult:
     outcome_BF: Tensor
     """int64, one row per slot: see OutcomeRows."""
     logits_BTV: Tensor
-    """float32. Raw target logits after each column."""
+    """float32. Raw target logits after each column; with `row_BT` [1, N, V]."""
+    row_BT: Tensor | None = None
+    """int64. For windows with live columns: the row of each column's logits. Dead columns have some other row."""
 
     def first(self, num_slots: int) -> StepResult:
         """The first `num_slots` rows, without the batch's padding."""
+        if self.row_BT is not None:
+            return replace(self, outcome_BF=self.outcome_BF[:num_slots], row_BT=self.row_BT[:num_slots])
         return StepResult(outcome_BF=self.outcome_BF[:num_slots], logits_BTV=self.logits_BTV[:num_slots])
 
 
@@ -52,9 +56,16 @@ class Forward(Enum):
 
 
 def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
-    """Gather what the target forward of the slots' next step reads. Changes nothing."""
+    """Gather what the target forward of the slots' next step reads. Changes nothing.
+
+    With copies in slots with rings, windows share their rows: num_drafted is then the mean, and a window has as many
+    copies as were made for it, as long as there are rows."""
+    num_columns, shared = num_drafted + 1, None
+    if buffers.ring is not None and num_drafted > buffers.max_mtp_drafts:
+        shared = SharedRows(len(slot_ids_B) * num_columns, own_columns=buffers.max_mtp_drafts + 1)
+        num_columns = buffers.width
     return kernels.backend(buffers.device).open_window(
-        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1, buffers.ring
+        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_columns, buffers.ring, shared
     )
 
 
@@ -67,6 +78,7 @@ def verify_batch(window: Window) -> VerifyBatch:
         write_rows_BT=window.write_rows_BT,
         page_table_BP=window.page_table_BP,
         ring=window.ring,
+        live=window.live,
     )
 
 
@@ -82,8 +94,8 @@ def decode_step(
     forward: Forward = Forward.RUN,
     choose: Callable[..., Tensor] = choose,
 ) -> StepResult:
-    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft for the next step: as many by
-    the MTP head, but at most `buffers.max_mtp_drafts`, and copies behind that many.
+    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts (see `open_windows`), and draft for the
+    next step: as many by the MTP head, but at most `buffers.max_mtp_drafts`, and copies behind that many.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the masks
     of the others are all ones. choose: as sampler.choose. Inert slots emit nothing and keep their state."""
@@ -91,6 +103,9 @@ def decode_step(
     window = open_windows(buffers, slot_ids_B, num_drafted)
     hidden_BTH = _hidden(model, window, forward)
     logits_BTV = model.logits(hidden_BTH)
+    live = window.live
+    if live is not None:
+        hidden_BTH = hidden_BTH[0, live.row_BT]
 
     # Verify: the target chooses a token after every column. A draft is accepted as long as it and all before it match.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
@@ -101,6 +116,7 @@ def decode_step(
         chosen_BT,
         block_tokens=buffers.block_tokens,
         ring=buffers.ring,
+        live=live,
     )
     if sampled:
         count_emitted(buffers.sampling.counts_SV, slot_ids_B, commit.outcome_BF)
@@ -116,7 +132,7 @@ def decode_step(
     drafted_Bk = drafter.draft(verified, min(num_drafted, buffers.max_mtp_drafts))
     drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
-    return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
+    return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV, row_BT=None if live is None else live.row_BT)
 
 
 def _with_copies(

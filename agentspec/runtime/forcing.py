@@ -87,7 +87,7 @@ class Forcing:
         if self._rate_K is None:
             return chosen_BT
         return kernels.backend(buffers.device).force_acceptance(
-            buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, self._rate_K
+            buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, self._rate_K, window.live
         )
 
 

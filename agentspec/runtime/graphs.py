@@ -13,7 +13,7 @@ Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Protocol, TypeVar
@@ -76,7 +76,7 @@ class CudaRecorder:
         replay, result = self._capture(step)
         # Logits are most of a graph's memory. A tensor that owned them would keep other graphs from using the same
         # memory.
-        return replay, StepResult(outcome_BF=result.outcome_BF, logits_BTV=_unowned(result.logits_BTV))
+        return replay, replace(result, logits_BTV=_unowned(result.logits_BTV))
 
     def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
         return self._capture(work)[0]

@@ -18,13 +18,14 @@ from agentspec.runtime.step_buffers import StepBuffers
 def choose(
     buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, *, sampled: bool, constrained: bool
 ) -> Tensor:
-    """The target's token after each column: int64 BT.
+    """The target's token after each column: int64 BT. logits_BTV: [1, N, V] where the window has live columns.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: False only if no slot has
     masks. A batch of plain greedy slots needs only an argmax, which gives the same tokens as the full sampler."""
     ops = kernels.backend(buffers.device)
     if not (sampled or constrained):
-        return ops.argmax(logits_BTV.flatten(0, 1)).view_as(window.tokens_BT)
+        chosen_N = ops.argmax(logits_BTV.flatten(0, 1))
+        return chosen_N.view_as(window.tokens_BT) if window.live is None else chosen_N[window.live.row_BT]
     return ops.sample(
         logits_BTV,
         window.tokens_BT,
@@ -32,6 +33,7 @@ def choose(
         slot_ids_B,
         buffers.sampling,
         constrained=constrained,
+        live=window.live,
     )
 
 

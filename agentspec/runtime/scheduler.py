@@ -161,9 +161,8 @@ class Scheduler:
         """Whether constrained requests must not decode in this step.
 
         The masks of a constrained request need the outcome of its last step. While one waits for that, the others wait
-        too. So they decode in the same steps (every other one under overlap) instead of splitting the batch between odd
-        and even steps. A first step doesn't make others wait; otherwise a stream of new requests could stall them for
-        ever."""
+        too. So they decode in the same steps (every other one under overlap), and the batch isn't split between odd and
+        even steps. A first step doesn't make others wait: a stream of new requests could stall them for ever."""
         return any(request.waits_for_drafts and not request.takes_first_step for request in self._running)
 
     def _take_in(self, flight: Flight, requests: list[Request]) -> list[int]:
@@ -173,7 +172,8 @@ class Scheduler:
         for request in requests:
             assert request.slot is not None
             if request.constraint is not None:
-                masks = request.next_masks(flight.plan.num_drafted, width=self._max_draft_tokens + 1)
+                most = self._max_draft_tokens
+                masks = request.next_masks(flight.shape.most_drafts(most), width=most + 1)
                 if masks is None:
                     continue
                 flight.plan.masks[request.slot] = masks

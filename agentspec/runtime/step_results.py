@@ -55,7 +55,10 @@ def to_host(result: Tensor) -> Tensor:
 def score_result(result: StepResult) -> ScoreRows:
     """Scores of the token chosen after each column: row b * T + t is column t of slot b."""
     tokens_BT = OutcomeRows.of(result.outcome_BF).tokens_BT
-    return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
+    logits_NV = result.logits_BTV.flatten(0, 1)
+    if result.row_BT is not None:
+        logits_NV = logits_NV[result.row_BT.flatten()]
+    return score_tokens(logits_NV, tokens_BT.flatten(), MAX_ALTERNATIVES)
 
 
 def read_result(

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import LiveColumns, PrefillBatch
 from agentspec.kernels.prefill_batch import (
     BLOCK_COUNT,
     BLOCK_OFFSET,
@@ -183,7 +183,6 @@ class HashChainModel:
         row_B3 = self._committed_rows(batch)
         before_B1 = self._sum_pages(self.attention_PS, self._position, batch.page_table_BP, batch.length_B)
         attention_BT = token_BT * self._of_attention.take(position_BT)
-        self._write_pages(self.attention_PS, batch.page_table_BP, position_BT, attention_BT)
         in_row_BT = self._of_position.take(position_BT)
         added_BT = token_BT * in_row_BT
         s_BT = row_B3[:, :1] + added_BT.cumsum(1)
@@ -191,12 +190,29 @@ class HashChainModel:
         previous_BT = torch.cat((row_B3[:, 1:2], h_BT[:, :-1]), dim=1)
         pair_BT = (previous_BT * token_BT + in_row_BT) * (position_BT > 0)
         row_BT3 = torch.stack((s_BT, h_BT, row_B3[:, 2:] + pair_BT.cumsum(1)), dim=2)
+        if batch.live is not None:
+            return self._live_rows(batch, batch.live, attention_BT, torch.cat((added_BT[..., None], row_BT3), dim=2))
+        self._write_pages(self.attention_PS, batch.page_table_BP, position_BT, attention_BT)
         if batch.ring is None:
             self.rows_R3.index_copy_(0, batch.write_rows_BT.flatten(), row_BT3.flatten(0, 1))
         else:
             entry_BT3 = torch.cat((added_BT[..., None], row_BT3[:, :, 1:]), dim=2)
             self.entries_E3.index_copy_(0, batch.ring.entries_BT.flatten(), entry_BT3.flatten(0, 1))
         return row_BT3[:, :, 1:]
+
+    def _live_rows(self, batch: VerifyBatch, live: LiveColumns, attention_BT: Tensor, column_BT4: Tensor) -> Tensor:
+        """Store what the live columns leave, and return (h, c) by the forward's rows: [1, N, 2]. Dead rows hold poison,
+        and are stored to scratch. column_BT4: what each column adds to s, and its s, h and c."""
+        num_columns = attention_BT.shape[1]
+        slot_N, column_N = live.cell_N // num_columns, live.cell_N % num_columns
+        is_live_N = self._position[: len(slot_N)] < live.count_B.sum()
+        position_N = batch.length_B.take(slot_N) + column_N
+        page_N = batch.page_table_BP[slot_N, position_N >> self._block_bits].where(is_live_N, SCRATCH_PAGE)
+        cell_N = (page_N.long() << self._block_bits) + (position_N & (self._block - 1))
+        self.attention_PS.view(-1).index_copy_(0, cell_N, attention_BT.flatten().take(live.cell_N))
+        column_N4 = column_BT4.flatten(0, 1).index_select(0, live.cell_N).where(is_live_N[:, None], _POISON)
+        self.entries_E3.index_copy_(0, live.entry_N, column_N4[:, (0, 2, 3)])
+        return column_N4[None, :, 2:]
 
     def _committed_rows(self, batch: VerifyBatch) -> Tensor:
         """(s, h, c) at the start of every window: [B, 3]. With rings: the read row and the entries behind it; the state

@@ -45,6 +45,7 @@ class StepDriver:
         *,
         max_running: int,
         max_draft_tokens: int,
+        max_copies: int = 0,
         max_length: int = 256,
         force_acceptance: tuple[float, ...] | None = None,
         most_riders: int = MOST_RIDERS,
@@ -53,9 +54,10 @@ class StepDriver:
     ) -> None:
         self.model = model
         self.max_draft_tokens, self.has_ring = max_draft_tokens, has_ring
-        self._rows_per_slot = rows_of_request(max_draft_tokens, has_ring=has_ring)
-        ring = RingShape.of(max_draft_tokens + 1, model.spec.block_tokens) if has_ring else None
-        self._pages_per_slot = -(-(max_length + 2 * max_draft_tokens) // model.spec.block_tokens)
+        most = max_draft_tokens + max_copies
+        self._rows_per_slot = rows_of_request(most, has_ring=has_ring)
+        ring = RingShape.of(most + 1, model.spec.block_tokens) if has_ring else None
+        self._pages_per_slot = -(-(max_length + 2 * most) // model.spec.block_tokens)
         model.allocate(
             num_rows=2 + max_running * self._rows_per_slot,
             num_pages=1 + max_running * self._pages_per_slot,
@@ -65,6 +67,7 @@ class StepDriver:
             model,
             max_running=max_running,
             max_draft_tokens=max_draft_tokens,
+            max_copies=max_copies,
             max_pages_per_slot=self._pages_per_slot,
             force_acceptance=force_acceptance,
             most_riders=most_riders,

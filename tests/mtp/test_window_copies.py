@@ -80,6 +80,29 @@ def test_knowing_the_copies_made_for_the_next_window_gains_more() -> None:
     assert gains[1] > gains[0]
 
 
+@pytest.mark.parametrize("cost", ["dense", "large dense"])
+def test_shared_rows_gain_more_where_rows_cost(cost: str) -> None:
+    """With several users, one that repeats its session has the columns that the others don't need."""
+    gains = {}
+    for shares in (False, True):
+        case = Case(text=TEXTS["short runs"], cost=COSTS[cost], batch=4, seed=11, knows_made=True, shares=shares)
+        fixed, policy = (
+            Simulation(new, case).run(4000) for new in (FixedWindow(MTP_ALONE), with_copies(shares=shares))
+        )
+        gains[shares] = policy / fixed
+    print(f"seed 11: {gains[False]:.3f} and, with shared rows, {gains[True]:.3f} of MTP-3")
+    assert gains[True] > gains[False] + 0.01
+    assert gains[True] > 1.04
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_shared_rows_never_cost_more_than_one_percent(batch: int, text: str) -> None:
+    case = Case(text=TEXTS[text], cost=COSTS["large dense"], batch=batch, seed=1, knows_made=True, shares=True)
+    fixed, policy = (Simulation(new, case).run(3000) for new in (FixedWindow(MTP_ALONE), with_copies(shares=True)))
+    assert policy > 0.99 * fixed
+
+
 def test_without_overlap_it_works_as_well() -> None:
     case = Case(text=LONG_RUNS, cost=dense, batch=4, seed=6, overlap=False, knows_made=True)
     assert Simulation(with_copies(), case).run(3000) > 1.1 * Simulation(FixedWindow(MTP_ALONE), case).run(3000)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from agentspec.mtp.shared_rows import share_rows
 from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.types import SlotResult, WindowShape
 
@@ -90,7 +91,18 @@ def padded_mixture(load: Load) -> float:
     return mixture(replace(load, num_live=load.batch * load.shape.width))
 
 
-COSTS: dict[str, Cost] = {"dense": dense, "mixture": mixture, "padded mixture": padded_mixture}
+def large_dense(load: Load) -> float:
+    """Products of more than some 16 tokens are bound by more than the weights' bytes."""
+    rows = load.batch * load.shape.width
+    return 11.5 + 0.2 * load.shape.num_mtp + 0.02 * load.num_live + 0.03 * rows + 0.06 * max(rows - 16, 0)
+
+
+COSTS: dict[str, Cost] = {
+    "dense": dense,
+    "large dense": large_dense,
+    "mixture": mixture,
+    "padded mixture": padded_mixture,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +121,8 @@ class Case:
     """Milliseconds for each slot that crosses a multiple of FOLD_TOKENS."""
     overlap: bool = True
     """A step's result is observed after the next shape was chosen."""
+    shares: bool = False
+    """Windows share the rows of a forward."""
     knows_made: bool = False
     """The host counts the copies that the last known step made for the next window, not those of its own window."""
 
@@ -194,7 +208,8 @@ class Simulation:
         shape = self.policy.choose(case.batch, sum(slot.known for slot in self.slots))
         self.chosen.append(shape)
         folds = sum(slot.position // FOLD_TOKENS for slot in self.slots)
-        results = [self._advance(slot, shape) for slot in self.slots]
+        counts = self._copies_of(shape)
+        results = [self._advance(slot, shape, most) for slot, most in zip(self.slots, counts, strict=True)]
         folds = sum(slot.position // FOLD_TOKENS for slot in self.slots) - folds
         num_live = case.batch + sum(result.offered for result in results)
         ms = case.cost(Load(batch=case.batch, shape=shape, num_live=num_live)) + case.fold * folds
@@ -204,16 +219,25 @@ class Simulation:
         while len(self._unread) > case.overlap:
             self._read(*self._unread.pop(0))
 
+    def _copies_of(self, shape: WindowShape) -> list[int]:
+        """The most copies that each slot's window has."""
+        if not (self.case.shares and shape.num_copies):
+            return [shape.num_copies] * len(self.slots)
+        own, most = 1 + MAX_MTP, max(COPIES)
+        wanted = [1 + slot.num_mtp + (most if slot.matched else 0) for slot in self.slots]
+        counts = share_rows(wanted, num_rows=len(self.slots) * shape.width, own_columns=own)
+        return [count - 1 - slot.num_mtp for count, slot in zip(counts, self.slots, strict=True)]
+
     def _read(self, shape: WindowShape, results: list[SlotResult], made: list[bool], ms: float) -> None:
         self.policy.observe(shape=shape, slots=results, seconds=ms / 1000.0)
         for slot, result, is_made in zip(self.slots, results, made, strict=True):
             slot.known = is_made if self.case.knows_made else result.matched
 
-    def _advance(self, slot: _Slot, shape: WindowShape) -> SlotResult:
+    def _advance(self, slot: _Slot, shape: WindowShape, most_copies: int) -> SlotResult:
         tokens, start, was_matched, matched = slot.text, slot.position, slot.known, slot.matched
         tokens.extend_to(start + 2 * MAX_MTP + max(COPIES) + 2)
         num_mtp = min(shape.num_mtp, slot.num_mtp)
-        num_copies = shape.num_copies if matched and num_mtp == MAX_MTP else 0
+        num_copies = most_copies if matched and num_mtp == MAX_MTP else 0
         text = tokens.text
         rates = text.mtp_inside if tokens.inside[start + MAX_MTP - 1] else text.mtp
         accepted = 0
@@ -277,8 +301,8 @@ def without_copies() -> AdaptiveWindow:
     return AdaptiveWindow(MAX_MTP)
 
 
-def with_copies() -> AdaptiveWindow:
-    return AdaptiveWindow(MAX_MTP, COPIES)
+def with_copies(*, shares: bool = False) -> AdaptiveWindow:
+    return AdaptiveWindow(MAX_MTP, COPIES, shares=shares)
 
 
 def main() -> None:
@@ -287,16 +311,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--knows-made", action="store_true")
+    parser.add_argument("--shares", action="store_true")
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.steps} steps. Tokens per second of MTP-3; the rest relative to it")
     print(f"{'cost':15}{'batch':>5}  {'text':14}{'MTP-3':>8}{'best k':>8}{'policy':>8}{'oracle':>8}  best fixed")
     for (cost_name, cost), batch in itertools.product(COSTS.items(), args.batches):
         for text_name, text in TEXTS.items():
-            case = Case(text=text, cost=cost, batch=batch, seed=args.seed, knows_made=args.knows_made)
+            case = Case(
+                text=text, cost=cost, batch=batch, seed=args.seed, knows_made=args.knows_made, shares=args.shares
+            )
             fixed = {shape: Simulation(FixedWindow(shape), case).run(args.steps) for shape in SHAPES}
             mtp3 = fixed[WindowShape(MAX_MTP)]
             best = max(fixed, key=lambda shape: fixed[shape])
-            depth, policy = (Simulation(new(), case).run(args.steps) for new in (without_copies, with_copies))
+            sharing = functools.partial(with_copies, shares=args.shares)
+            depth, policy = (Simulation(new(), case).run(args.steps) for new in (without_copies, sharing))
             oracle = with_oracle(case).run(args.steps)
             print(
                 f"{cost_name:15}{batch:5}  {text_name:14}{mtp3:8.1f}{depth / mtp3:8.3f}{policy / mtp3:8.3f}"

@@ -22,6 +22,7 @@ from agentspec.kernels import PrefillBatch, RingWindow
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
+from agentspec.mtp.shared_rows import share_rows
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.ranks.leader import LedExecutor
@@ -50,6 +51,8 @@ class _Step:
     """Leases and columns of the windows that are still to be drafted for, in order."""
     made: dict[int, list[int]] = field(default_factory=dict)
     """The valid drafts that each slot has after the step."""
+    num_live: dict[int, int] = field(default_factory=dict)
+    """Live columns of each slot, if the step's windows share its rows."""
     ticket: Any = None
     has_run: bool = False
 
@@ -121,6 +124,8 @@ class WatchedDevice:
         if outcome.rode and step.plan.first_slots:
             self._paths["windows ride with a last chunk"] += 1
         for slot in outcome.slots:
+            if count := step.num_live.get(slot.slot, 0):
+                assert slot.num_drafted == count - 1, f"{slot.num_drafted} drafts in {count} live columns"
             self._on_outcome(step.by_slot[slot.slot], slot, step.made[slot.slot])
         return outcome
 
@@ -130,6 +135,8 @@ class WatchedDevice:
             self._running, self._drafting = first, []
             width = first.plan.num_drafted + 1
             first_width = min(width, self._buffers.max_mtp_drafts + 1)
+            if self._shares_rows(first.plan):
+                width = self._buffers.width
             for leases, num_columns in ((first.first, first_width), (first.decoding, width)):
                 if leases:
                     first.drafting.append((leases, num_columns))
@@ -155,6 +162,7 @@ class WatchedDevice:
                     written = batch.ring.fold_row_B[:, None].tolist()
                     assert batch.ring.slot_B.tolist() == step.plan.decode_slots
                     self._check_entries(batch.ring)
+                self._check_live_columns(step, batch)
                 self._check_rows(step.decoding, batch.read_row_B.tolist(), written)
                 self._check_pages(step.decoding, batch.page_table_BP, batch.length_B, batch.tokens_BT.shape[1])
             result: Tensor = verify(batch)
@@ -182,6 +190,34 @@ class WatchedDevice:
             return result
 
         model.verify, model.prefill, model.mtp = watched_verify, watched_prefill, watched_mtp
+
+    def _shares_rows(self, plan: StepPlan) -> bool:
+        """Whether the windows of a step share its forward's rows."""
+        return self._buffers.ring is not None and plan.num_drafted > self._buffers.max_mtp_drafts
+
+    def _check_live_columns(self, step: _Step, batch: VerifyBatch) -> None:
+        """The forward has the columns that were drafted for each slot's prefix, as many as the rule gives."""
+        live, plan = batch.live, step.plan
+        assert (live is not None) == self._shares_rows(plan)
+        if live is None:
+            return
+        slot = SlotState.of(self._buffers.slots_SF[plan.decode_slots])
+        wanted = [
+            (1 + num_valid) * is_active
+            for num_valid, is_active in zip(slot.num_valid_drafts_B.tolist(), slot.active_B.tolist(), strict=True)
+        ]
+        num_rows, own_columns = len(wanted) * (plan.num_drafted + 1), self._buffers.max_mtp_drafts + 1
+        counts = share_rows(wanted, num_rows=num_rows, own_columns=own_columns)
+        assert live.count_B.tolist() == counts, f"live columns: {live.count_B.tolist()}, by the rule {counts}"
+        cells = [place * self._buffers.width + t for place, count in enumerate(counts) for t in range(count)]
+        assert live.cell_N.tolist() == cells + [0] * (num_rows - len(cells)), "rows are in the order of columns"
+        for place, count in enumerate(counts):
+            begin = cells.index(place * self._buffers.width) if count else 0
+            assert live.row_BT[place, :count].tolist() == list(range(begin, begin + count)), "a column has its row"
+        step.num_live = dict(zip(plan.decode_slots, counts, strict=True))
+        self._paths["too few rows for all copies"] += counts != wanted
+        self._paths["dead rows"] += len(cells) < num_rows
+        self._paths["wider than the mean"] += max(counts) > plan.num_drafted + 1
 
     def _check_entries(self, ring: RingWindow) -> None:
         """A window's entries are in its slot's ring, and none is the entry of a position that it reads."""

@@ -10,7 +10,8 @@ import pytest
 
 from agentspec.runtime.constraint import DEAD_END, MaskRows
 from agentspec.runtime.plan import StepPlan
-from agentspec.types import FinishReason
+from agentspec.runtime.request import Request
+from agentspec.types import FinishReason, WindowShape
 from agentspec.wire import TokensEvent
 from tests.fakes.automaton import Everything
 from tests.fakes.scripted_device import VOCABULARY, House, letters
@@ -135,6 +136,27 @@ def test_masks_cover_at_most_depth_and_available_drafts() -> None:
         house.step()
     assert [len(window) for window in constraint.windows] == [0, 1, 2, 0, 0, 3]
     assert [len(masks) for plan in house.device.plans for masks in plan.masks.values()] == [1, 2, 3, 1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [(WindowShape(3), 3), (WindowShape(3, 1), 7)], ids=["MTP alone", "with copies"]
+)
+def test_a_window_with_copies_has_masks_for_all_drafts_that_were_made(
+    shape: WindowShape, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have more columns than the shape, which is a mean."""
+    house, asked = House(overlap=False, accept=3, drafts=7), []
+    next_masks = Request.next_masks
+
+    def watched(self: Request, num_drafted: int, *, width: int) -> MaskRows | None:
+        asked.append(num_drafted)
+        return next_masks(self, num_drafted, width=width)
+
+    monkeypatch.setattr(Request, "next_masks", watched)
+    monkeypatch.setattr(house.depth, "choose", lambda *_: shape)
+    house.submit("c", letters(10), TEXT, constraint=anything())
+    house.run()
+    assert asked == [most] * len(asked)
 
 
 def test_plan_has_masks_for_constrained_slots_only() -> None:

@@ -14,9 +14,11 @@ from agentspec.kernels.reference.attention import paged_attention, paged_attenti
 from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_prefill
 from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.reference.hidden import write_hidden
+from agentspec.kernels.reference.live import live_rows
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.ranking import pack_best
 from agentspec.kernels.reference.rope import apply_rope
+from agentspec.kernels.slots import LiveColumns
 from agentspec.kernels.weights import SCALE_BLOCK, Weight
 
 _EXPANDED = 2**25
@@ -139,7 +141,21 @@ def attention_step(
     *,
     first_position: int,
     exponent_P2GS: Tensor | None = None,
+    live: LiveColumns | None = None,
 ) -> Tensor:
+    if live is not None:
+        out_NX = projected_NP.new_zeros(projected_NP.shape[0], weights.num_heads * weights.head_dim)
+        for slot, rows in live_rows(live):
+            pool = kv_P2SGD, page_table_BP[slot : slot + 1], start_B[slot : slot + 1]
+            out_NX[rows] = attention_step(
+                projected_NP[rows],
+                weights,
+                rope,
+                *pool,
+                first_position=first_position,
+                exponent_P2GS=exponent_P2GS,
+            )
+        return out_NX
     window = (start_B.shape[0], projected_NP.shape[0] // start_B.shape[0])
     position_N = (start_B[:, None] + torch.arange(window[1], device=start_B.device)).flatten()
     q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, rope.cos_LA[position_N], rope.sin_LA[position_N])

@@ -15,8 +15,9 @@ from torch import Tensor
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.reference.causal_conv import convolve
 from agentspec.kernels.reference.gated_delta import apply_state, gates, split_heads
+from agentspec.kernels.reference.live import live_rows
 from agentspec.kernels.reference.norms import gated_rms_norm
-from agentspec.kernels.slots import RingWindow
+from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
 
 _CONV_ROWS = 3
@@ -31,8 +32,25 @@ def gated_delta_ring_step(
     ring: DeltaRing,
     read_row_B: Tensor,
     window: RingWindow,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     """See backend.Backend. Reads lengths on the host."""
+    if live is not None:
+        out_NX = projected_NP.new_zeros(projected_NP.shape[0], ssm_RVDK.shape[1] * ssm_RVDK.shape[2])
+        for slot, rows in live_rows(live):
+            one = slice(slot, slot + 1)
+            alone = RingWindow(
+                slot_B=window.slot_B[one],
+                start_B=window.start_B[one],
+                read_length_B=window.read_length_B[one],
+                fold_length_B=window.fold_length_B[one],
+                fold_row_B=window.fold_row_B[one],
+                entries_BT=window.entries_BT[one, : rows.stop - rows.start],
+            )
+            out_NX[rows] = gated_delta_ring_step(
+                projected_NP[rows], weights, ssm_RVDK, conv_R3C, ring, read_row_B[one], alone
+            )
+        return out_NX
     num_heads, value_dim, key_dim = ssm_RVDK.shape[1:]
     shape = window.entries_BT.shape
     qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)

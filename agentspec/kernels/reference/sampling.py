@@ -24,6 +24,7 @@ from agentspec.kernels.slots import (
     REPETITION,
     TEMPERATURE,
     TOP_P,
+    LiveColumns,
     SamplingTable,
     SlotLimits,
 )
@@ -75,8 +76,11 @@ def sample(
     table: SamplingTable,
     *,
     constrained: bool,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     """See backend.Backend.sample. Row t assumes that drafts 0..t-1 were accepted."""
+    if live is not None:
+        logits_BTV = logits_BTV[0, live.row_BT]
     sampling_BF = table.sampling_SF[slot_ids_B]
     limits = SlotLimits.of(table.limits_SF[slot_ids_B])
     penalties = PenaltyInputs(

@@ -2,7 +2,7 @@
 backend.Backend.
 
 Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, S slots, F fields, P pages per sequence,
-K forced rates.
+K forced rates, N rows of a forward.
 """
 
 from __future__ import annotations
@@ -12,23 +12,76 @@ from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
 from agentspec.kernels.reference.verdict import count_matches, truncate
-from agentspec.kernels.slots import TOKENS, Commit, OutcomeRows, RingWindow, SlotLimits, SlotState, Window
+from agentspec.kernels.slots import (
+    TOKENS,
+    Commit,
+    LiveColumns,
+    OutcomeRows,
+    RingWindow,
+    SharedRows,
+    SlotLimits,
+    SlotState,
+    Window,
+)
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, ZERO_ROW, RingShape
 
 
 def open_window(
-    slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int, ring: RingShape | None = None
+    slots_SF: Tensor,
+    page_table_SP: Tensor,
+    slot_ids_B: Tensor,
+    num_columns: int,
+    ring: RingShape | None = None,
+    shared: SharedRows | None = None,
 ) -> Window:
     slot = SlotState.of(slots_SF.index_select(0, slot_ids_B))
     active_B = slot.active_B > 0
     active_B1 = active_B[:, None]
+    ring_window = None if ring is None else _ring_window(slot, slot_ids_B, num_columns, ring)
+    live = None
+    if shared is not None:
+        assert ring is not None
+        assert ring_window is not None
+        scratch = (len(slots_SF) - 1) * ring.capacity
+        live = live_columns(slot, slot.tokens_BW[:, :num_columns], ring_window.entries_BT, shared, scratch)
     return Window(
         tokens_BT=slot.tokens_BW[:, :num_columns],
         start_B=torch.where(active_B, slot.length_B, 0),
         read_row_B=torch.where(active_B, slot.read_row_B, ZERO_ROW),
         write_rows_BT=torch.where(active_B1, slot.write_rows_BW[:, :num_columns], SCRATCH_ROW),
         page_table_BP=torch.where(active_B1, page_table_SP.index_select(0, slot_ids_B), SCRATCH_PAGE),
-        ring=None if ring is None else _ring_window(slot, slot_ids_B, num_columns, ring),
+        ring=ring_window,
+        live=live,
+    )
+
+
+def live_columns(
+    slot: SlotState[Tensor], tokens_BT: Tensor, entries_BT: Tensor, shared: SharedRows, scratch: int
+) -> LiveColumns:
+    """The rows of a forward. scratch: an entry of the padding slot, for dead rows."""
+    num_slots, num_columns = tokens_BT.shape
+    assert shared.num_rows >= num_slots * shared.own_columns
+    device = tokens_BT.device
+    wanted_B = (1 + slot.num_valid_drafts_B.clamp(max=num_columns - 1)) * (slot.active_B > 0)
+    own_B = wanted_B.clamp(max=shared.own_columns)
+    more_B = wanted_B - own_B
+    left_B = shared.num_rows - own_B.sum() - (more_B.cumsum(0) - more_B)
+    count_B = own_B + torch.minimum(more_B, left_B.clamp(min=0))
+    end_B = count_B.cumsum(0)
+    first_B = end_B - count_B
+    row_N = torch.arange(shared.num_rows, device=device)
+    is_live_N = row_N < end_B[-1]
+    slot_N = torch.where(is_live_N, (end_B <= row_N[:, None]).sum(1), 0)
+    cell_N = torch.where(is_live_N, slot_N * num_columns + row_N - first_B[slot_N], 0)
+    column_T = torch.arange(num_columns, device=device)
+    last_B1 = (count_B - 1).clamp(min=0)[:, None]
+    return LiveColumns(
+        first_B=first_B,
+        count_B=count_B,
+        row_BT=(first_B[:, None] + torch.minimum(column_T, last_B1)).clamp(max=shared.num_rows - 1),
+        cell_N=cell_N,
+        token_N=torch.where(is_live_N, tokens_BT.flatten()[cell_N], 0),
+        entry_N=torch.where(is_live_N, entries_BT.flatten()[cell_N], scratch),
     )
 
 
@@ -56,6 +109,7 @@ def commit_window(
     *,
     block_tokens: int,
     ring: RingShape | None = None,
+    live: LiveColumns | None = None,
 ) -> Commit:
     num_columns = chosen_BT.shape[1]
     old_BF = slots_SF.index_select(0, slot_ids_B)
@@ -64,7 +118,7 @@ def commit_window(
     active_B = old.active_B > 0
     start_B = torch.where(active_B, old.length_B, 0)
 
-    num_offered_B = old.num_valid_drafts_B.clamp(max=num_columns - 1)
+    num_offered_B = _num_offered(old, num_columns, live)
     num_matched_B = count_matches(chosen_BT, old.tokens_BW[:, 1:num_columns], num_offered_B)
     verdict = truncate(chosen_BT, num_matched_B, limits.stop_ids_BE, limits.length_limit_B - start_B - 1)
 
@@ -98,8 +152,19 @@ def commit_window(
     return Commit(num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
 
 
+def _num_offered(slot: SlotState[Tensor], num_columns: int, live: LiveColumns | None) -> Tensor:
+    """Valid drafts in each slot's window; undefined for an inert slot."""
+    num_valid_B = slot.num_valid_drafts_B.clamp(max=num_columns - 1)
+    return num_valid_B if live is None else torch.minimum(num_valid_B, (live.count_B - 1).clamp(min=0))
+
+
 def force_acceptance(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+    slots_SF: Tensor,
+    limits_SF: Tensor,
+    slot_ids_B: Tensor,
+    chosen_BT: Tensor,
+    rate_K: Tensor,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     slot_BF = slots_SF.index_select(0, slot_ids_B)
     slot, limits = SlotState.of(slot_BF), SlotLimits.of(limits_SF.index_select(0, slot_ids_B))
@@ -107,7 +172,8 @@ def force_acceptance(
     column_k = torch.arange(num_drafts, device=chosen_BT.device)
     position_Bk = slot.length_B[:, None] + 1 + column_k
     uniform_Bk = uniform(limits.seed_B[:, None].expand_as(position_Bk), position_Bk, 1, PURPOSE_FORCED_ACCEPT)[..., 0]
-    is_valid_Bk = (column_k < slot.num_valid_drafts_B[:, None]) & (slot.active_B[:, None] > 0)
+    num_offered_B1 = _num_offered(slot, num_drafts + 1, live)[:, None]
+    is_valid_Bk = (column_k < num_offered_B1) & (slot.active_B[:, None] > 0)
     drafts_Bk = slot.tokens_BW[:, 1 : num_drafts + 1]
     matches_Bk = drafts_Bk == chosen_BT[:, :-1]
     num_rated = min(num_drafts, len(rate_K))

@@ -4,10 +4,10 @@ backend.Backend.
 There are two launches. The first attends with a fixed number of programs, as many as the device holds at once. They
 share all keys of all slots equally, so that the longest sequence of a batch never depends on a single program. A
 *unit* is BLOCK_S keys of one page. A *task* is one slot, key/value head and block of query rows, and has as many units
-as its slot. Tasks are concatenated to one list of units, and program c takes the c-th equal share of it, often the end
-of one task and the start of the next. Its result for one task is a *partial*: for every query row the largest score,
-the sum of the exponentials relative to it, and the values weighted by them. The second launch adds up the partials of
-every row, in order, and applies the gate.
+as its slot. A block without a live column is no task, so it reads no keys. Tasks are concatenated to one list of units,
+and program c takes the c-th equal share of it, often the end of one task and the start of the next. Its result for one
+task is a *partial*: for every query row the largest score, the sum of the exponentials relative to it, and the values
+weighted by them. The second launch adds up the partials of every row, in order, and applies the gate.
 
 The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head
 g * SHARES + s of column t. A program norms and rotates its own queries. It does the same for the window's own keys if
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from agentspec import types
 from agentspec.kernels.backend import AttentionWeights, RopeTable
+from agentspec.kernels.slots import LiveColumns
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
@@ -71,6 +72,7 @@ def attention_step(
     *,
     first_position: int,
     exponent_P2GS: Tensor | None = None,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     """A page must have a multiple of 16 tokens. An inert slot, whose first page is the scratch page, stores nothing
     and gets zeros."""
@@ -79,7 +81,7 @@ def attention_step(
     assert start_B.is_contiguous()
     num_slots, num_pages = page_table_BP.shape
     page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
-    num_columns = projected_NP.shape[0] // num_slots
+    num_columns = projected_NP.shape[0] // num_slots if live is None else live.row_BT.shape[1]
     shares = weights.num_heads // num_kv_heads
     block_rows = task_rows(num_columns * shares)
     plan = attend_plan(
@@ -120,6 +122,7 @@ def attention_step(
         num_slots,
         num_pages,
         start_B,
+        *((None, None) if live is None else (live.first_B, live.count_B)),
         weights.scale * math.log2(math.e),
         queries_CMD,
         sums_CMD,
@@ -135,7 +138,7 @@ def attention_step(
         **shapes,
         **overlapped(),
     )
-    return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, num_programs, shapes)
+    return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, live, num_programs, shapes)
 
 
 def _combined(
@@ -144,6 +147,7 @@ def _combined(
     projected_NP: Tensor,
     page_table_BP: Tensor,
     start_B: Tensor,
+    live: LiveColumns | None,
     num_programs: int,
     shapes: dict[str, int],
 ) -> Tensor:
@@ -161,6 +165,7 @@ def _combined(
         num_slots,
         page_table_BP.shape[1],
         start_B,
+        *((None, None, None) if live is None else (live.first_B, live.count_B, live.cell_N)),
         out_NX,
         num_programs,
         BLOCK_C=block_partials,
@@ -244,12 +249,31 @@ def _resident_programs(device: torch.device, programs_per_sm: int) -> int:
 
 
 @triton.jit
-def _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, T: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the units of each task of every slot, int32 [BLOCK_B]."""
+def _units(  # type: ignore[no-untyped-def]
+    start_B, count_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
+    SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, ROW_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Return (units of each task of every slot, units of all its tasks), int32 [BLOCK_B]."""
     b = tl.arange(0, BLOCK_B)
     first_page = tl.load(page_table_BP + b.to(tl.int64) * num_pages, mask=b < num_slots, other=_SCRATCH_PAGE)
-    length = tl.load(start_B + b, mask=b < num_slots, other=0).to(tl.int32) + T
-    return tl.where(first_page != _SCRATCH_PAGE, tl.cdiv(length, BLOCK_S), 0)
+    length = tl.load(start_B + b, mask=b < num_slots, other=0).to(tl.int32)
+    if count_B is None:
+        units = tl.where(first_page != _SCRATCH_PAGE, tl.cdiv(length + T, BLOCK_S), 0)
+        all_units = units * (G * ROW_BLOCKS)
+    else:
+        count = tl.load(count_B + b, mask=b < num_slots, other=0).to(tl.int32)
+        units = tl.where(first_page != _SCRATCH_PAGE, tl.cdiv(length + count, BLOCK_S), 0)
+        all_units = units * G * tl.cdiv(count * SHARES, BLOCK_M)
+    return units, all_units
+
+
+@triton.jit
+def _live_columns(b, first_B, count_B, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row of slot b's column 0, and its live columns."""
+    first, count = b.to(tl.int64) * T, T
+    if first_B is not None:
+        first, count = tl.load(first_B + b), tl.load(count_B + b).to(tl.int32)
+    return first, count
 
 
 @triton.jit
@@ -297,7 +321,7 @@ def _queries(  # type: ignore[no-untyped-def]
     cos_LA,
     sin_LA,
     scratch_MD,
-    T: tl.constexpr,
+    num_columns,
     SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -311,11 +335,25 @@ def _queries(  # type: ignore[no-untyped-def]
     registers."""
     d = tl.arange(0, BLOCK_D)
     if BLOCK_M == 16:
-        q = _sixteen_queries(heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
+        q = _sixteen_queries(
+            heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, num_columns, SHARES, D, BLOCK_D, A
+        )
     else:
         for chunk in tl.range(0, BLOCK_M, 16, num_stages=1):
             part = _sixteen_queries(
-                heads, row_stride, start, first_row + chunk, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A
+                heads,
+                row_stride,
+                start,
+                first_row + chunk,
+                norm_D,
+                eps,
+                cos_LA,
+                sin_LA,
+                num_columns,
+                SHARES,
+                D,
+                BLOCK_D,
+                A,
             )
             m = chunk + tl.arange(0, 16)
             tl.store(scratch_MD + (m[:, None] * D + d[None, :]), part, mask=(d < D)[None, :])
@@ -335,7 +373,7 @@ def _sixteen_queries(  # type: ignore[no-untyped-def]
     eps,
     cos_LA,
     sin_LA,
-    T: tl.constexpr,
+    num_columns,
     SHARES: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -344,7 +382,7 @@ def _sixteen_queries(  # type: ignore[no-untyped-def]
     row = first_row + tl.arange(0, 16)
     column = row // SHARES
     offset = column * row_stride + (row % SHARES) * (2 * D)
-    q = norm_rope(heads, offset, column < T, start + column, norm_D, eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    q = norm_rope(heads, offset, column < num_columns, start + column, norm_D, eps, cos_LA, sin_LA, D, BLOCK_D, A)
     return q.to(heads.dtype.element_ty)
 
 
@@ -363,7 +401,7 @@ def _store_window(  # type: ignore[no-untyped-def]
     start,
     begin,
     end,
-    T: tl.constexpr,
+    num_columns,
     BLOCK_T: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -376,7 +414,7 @@ def _store_window(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     position = start + t
-    is_mine = (t < T) & (position >= begin) & (position < end)
+    is_mine = (t < num_columns) & (position >= begin) & (position < end)
     row = t * row_stride
     k = norm_rope(keys, row, is_mine, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
     is_real = is_mine[:, None] & (d < D)[None, :]
@@ -452,30 +490,34 @@ def _attend_run(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2GS,
-    page_table_BP, num_slots, num_pages, start_B, scale, queries_CMD, sums_CMD, scores_2CM, T: tl.constexpr,
-    G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    page_table_BP, num_slots, num_pages, start_B, first_B, count_B, scale, queries_CMD, sums_CMD, scores_2CM,
+    T: tl.constexpr, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     release_next(PDL)
     await_previous(PDL)
-    units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
-    total = tl.sum(units_B, axis=0) * (G * ROW_BLOCKS)
+    units_B, all_units_B = _units(
+        start_B, count_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, G, SHARES, BLOCK_M, BLOCK_S, ROW_BLOCKS
+    )
+    total = tl.sum(all_units_B, axis=0)
     program = tl.program_id(0)
     position, end = share_of(program, tl.minimum(tl.num_programs(0), total), total)
     while position < end:
-        b, task, first_unit, num_units = _locate(position, units_B, BLOCK_B, G * ROW_BLOCKS)
+        b, g, row_block, first_unit, num_units = _locate(
+            position, units_B, all_units_B, count_B, BLOCK_B, SHARES, BLOCK_M, ROW_BLOCKS
+        )
+        task = g * ROW_BLOCKS + row_block
         run = tl.minimum(num_units - first_unit, end - position)
-        g = task // ROW_BLOCKS
         start = tl.load(start_B + b).to(tl.int32)
-        window = projected_NP + b.to(tl.int64) * T * row_stride
+        first, num_columns = _live_columns(b, first_B, count_B, T)
+        window = projected_NP + first * row_stride
         pages_P = page_table_BP + b.to(tl.int64) * num_pages
         run_begin = first_unit * BLOCK_S
         run_end = (first_unit + run) * BLOCK_S
         if run_end > start:
-            keys = window + (2 * G * SHARES + g) * D
             store = (
-                keys,
+                window + (2 * G * SHARES + g) * D,
                 row_stride,
                 k_norm_D,
                 k_eps,
@@ -489,11 +531,11 @@ def _attend(  # type: ignore[no-untyped-def]
                 run_begin,
                 run_end,
             )
-            _store_window(*store, T, BLOCK_T, G, D, BLOCK_D, A, PAGE)
+            _store_window(*store, num_columns, BLOCK_T, G, D, BLOCK_D, A, PAGE)
             # The program's other threads read these stores.
             tl.debug_barrier()
         partial = (program + b * (G * ROW_BLOCKS) + task).to(tl.int64) * BLOCK_M
-        first_row = (task % ROW_BLOCKS) * BLOCK_M
+        first_row = row_block * BLOCK_M
         rotation = (q_norm_D, q_eps, cos_LA, sin_LA)
         q = _queries(
             window + g * (SHARES * 2 * D),
@@ -502,7 +544,7 @@ def _attend(  # type: ignore[no-untyped-def]
             first_row,
             *rotation,
             queries_CMD + partial * D,
-            T,
+            num_columns,
             SHARES,
             BLOCK_M,
             D,
@@ -510,26 +552,37 @@ def _attend(  # type: ignore[no-untyped-def]
             A,
         )
         column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
-        attend = (q, start + column, kv_P2SGD + g * D, exponent_P2GS, g, pages_P, first_unit, run, start + T, scale)
-        largest, exponentials, values = _attend_run(*attend, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION)
+        heads = (q, start + column, kv_P2SGD + g * D, exponent_P2GS, g, pages_P)
+        keys = (first_unit, run, start + num_columns, scale)
+        largest, exponentials, values = _attend_run(
+            *heads, *keys, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION
+        )
         partial += tl.arange(0, BLOCK_M)
         num_partials = tl.num_programs(0) + num_slots * (G * ROW_BLOCKS)
         d = tl.arange(0, BLOCK_D)
-        tl.store(scores_2CM + partial, largest, mask=column < T)
-        tl.store(scores_2CM + num_partials * BLOCK_M + partial, exponentials, mask=column < T)
-        tl.store(sums_CMD + partial[:, None] * D + d[None, :], values, mask=(column < T)[:, None] & (d < D)[None, :])
+        tl.store(scores_2CM + partial, largest, mask=column < num_columns)
+        tl.store(scores_2CM + num_partials * BLOCK_M + partial, exponentials, mask=column < num_columns)
+        is_real = (column < num_columns)[:, None] & (d < D)[None, :]
+        tl.store(sums_CMD + partial[:, None] * D + d[None, :], values, mask=is_real)
         position += run
 
 
 @triton.jit
-def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (slot, its task, unit in the task, units of the task) of a place in the list of all units, where every
-    slot has TASKS tasks."""
+def _locate(  # type: ignore[no-untyped-def]
+    unit, units_B, all_units_B, count_B, BLOCK_B: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Return (slot, key/value head, block of query rows, unit in the task, units of the task) of a place in the list of
+    all units."""
     b = tl.arange(0, BLOCK_B)
-    slot = tl.sum((tl.cumsum(units_B, axis=0) * TASKS <= unit).to(tl.int32), axis=0)
+    slot = tl.sum((tl.cumsum(all_units_B, axis=0) <= unit).to(tl.int32), axis=0)
     num_units = tl.sum(tl.where(b == slot, units_B, 0), axis=0)
-    in_slot = unit - tl.sum(tl.where(b < slot, units_B, 0), axis=0) * TASKS
-    return slot, in_slot // num_units, in_slot % num_units, num_units
+    in_slot = unit - tl.sum(tl.where(b < slot, all_units_B, 0), axis=0)
+    num_blocks = ROW_BLOCKS
+    if count_B is not None:
+        num_blocks = tl.cdiv(tl.load(count_B + slot).to(tl.int32) * SHARES, BLOCK_M)
+    task = in_slot // num_units
+    return slot, task // num_blocks, task % num_blocks, in_slot % num_units, num_units
 
 
 @triton.jit
@@ -559,6 +612,9 @@ def _combine(  # type: ignore[no-untyped-def]
     num_slots,
     num_pages,
     start_B,
+    first_B,
+    count_B,
+    cell_N,
     out_NX,
     max_programs,
     T: tl.constexpr,
@@ -582,14 +638,25 @@ def _combine(  # type: ignore[no-untyped-def]
     gate = tl.load(projected_NP + n.to(tl.int64) * row_stride + h * (2 * D) + D + d, mask=d < D, other=0.0).to(
         tl.float32
     )
-    units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
-    b = n // T
-    m = (n % T) * SHARES + h % SHARES
+    units_B, all_units_B = _units(
+        start_B, count_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, G, SHARES, BLOCK_M, BLOCK_S, ROW_BLOCKS
+    )
+    cell = n
+    if cell_N is not None:
+        cell = tl.load(cell_N + n).to(tl.int32)
+    b, column = cell // T, cell % T
+    m = column * SHARES + h % SHARES
     task = (h // SHARES) * ROW_BLOCKS + m // BLOCK_M
-    total = tl.sum(units_B, axis=0) * (G * ROW_BLOCKS)
+    total = tl.sum(all_units_B, axis=0)
     num_programs = tl.minimum(max_programs, total)
-    num_units = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, units_B, 0), axis=0)
-    first_unit = tl.sum(tl.where(tl.arange(0, BLOCK_B) < b, units_B, 0), axis=0) * (G * ROW_BLOCKS) + task * num_units
+    num_units, num_blocks = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, units_B, 0), axis=0), ROW_BLOCKS
+    if cell_N is not None:
+        first_row, count = _live_columns(b, first_B, count_B, T)
+        num_blocks = tl.cdiv(count * SHARES, BLOCK_M)
+        is_live = (column < count) & (first_row + column == n)
+        num_units, gate = tl.where(is_live, num_units, 0), tl.where(is_live, gate, 0.0)
+    first_unit = tl.sum(tl.where(tl.arange(0, BLOCK_B) < b, all_units_B, 0), axis=0)
+    first_unit += (h // SHARES * num_blocks + m // BLOCK_M) * num_units
     first = owner_of(first_unit, num_programs, total)
     end = tl.where(num_units > 0, owner_of(first_unit + num_units - 1, num_programs, total) + 1, first)
     num_partials = max_programs + num_slots * (G * ROW_BLOCKS)

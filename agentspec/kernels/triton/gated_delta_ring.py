@@ -15,7 +15,9 @@ replay. So a replayed state has the bits of the state that the entries were comp
 contracts other operations. Columns are a loop that is not unrolled: a column's bits do not depend on its place in the
 window.
 
-Shape letters as in backend.py; in kernels E entries, T columns.
+A dead column costs nothing but its share of what is prepared at once: no product, no store.
+
+Shape letters as in backend.py; in kernels E entries, T columns of the widest window.
 """
 
 # mypy: disable-error-code="assignment"
@@ -33,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
-from agentspec.kernels.slots import RingWindow
+from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
@@ -82,6 +84,7 @@ def gated_delta_ring_step(
     ring: DeltaRing,
     read_row_B: Tensor,
     window: RingWindow,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     """The output of the convolution stays float32; the reference rounds it to the projection's dtype.
 
@@ -90,7 +93,7 @@ def gated_delta_ring_step(
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
     num_channels, num_values = conv_R3C.shape[2], num_heads * value_dim
     capacity, num_key_heads = ring.key_SCGK.shape[1:3]
-    num_tokens = num_slots * num_columns
+    num_tokens = num_slots * num_columns if live is None else len(live.cell_N)
     assert projected_NP.shape == (num_tokens, num_channels + num_values + 2 * num_heads)
     assert num_channels == 2 * num_key_heads * key_dim + num_values
     assert projected_NP.dtype == conv_R3C.dtype == ring.conv_SCX.dtype
@@ -126,6 +129,8 @@ def gated_delta_ring_step(
         window.read_length_B,
         window.fold_length_B,
         window.fold_row_B,
+        *((None, None) if live is None else (live.first_B, live.count_B)),
+        num_tokens,
         o_NVD,
         out,
         arrival_counters(device),
@@ -295,12 +300,12 @@ def _source(past, count, first, sources, C: gl.constexpr, CAPACITY: gl.constexpr
 
 @gluon.jit
 def _convolved(  # type: ignore[no-untyped-def]
-    t, sources, first, count, channel, taps, mask, T: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr
+    t, sources, first, count, channel, taps, mask, num_columns, C: gl.constexpr, CAPACITY: gl.constexpr
 ):
     """Return (SiLU of the convolution, its last input) of columns t [T, 1] at channels [1, X]."""
     for tap in gl.static_range(4):
         place = _source(count + t + (tap - 3), count, first, sources, C, CAPACITY)
-        last = gl.load(place + channel, mask=mask & (t < T), other=0.0)
+        last = gl.load(place + channel, mask=mask & (t < num_columns), other=0.0)
         if tap == 0:
             y = last.to(gl.float32) * taps[0]
         else:
@@ -329,7 +334,7 @@ def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: g
 
 @gluon.jit
 def _store_gated_norms(  # type: ignore[no-untyped-def]
-    z, z_stride, norm_D, eps, o, out, key_head, T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr,
+    z, z_stride, norm_D, eps, o, out, key_head, num_columns, T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr,
     D: gl.constexpr, IS_SILU: gl.constexpr, BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Norm and gate the outputs of a key head's value heads. All pointers are this slot's."""
@@ -340,7 +345,7 @@ def _store_gated_norms(  # type: ignore[no-untyped-def]
     gain = gl.load(norm_D + d, mask=d < D, other=0.0)
     for begin in gl.static_range(0, T * REPEATS, BLOCK_ROWS):
         i = begin + row
-        is_real = (i < T * REPEATS) & (d < D)
+        is_real = (i < num_columns * REPEATS) & (d < D)
         value_dim = (key_head * REPEATS + i % REPEATS) * D + d
         place = i // REPEATS * (V * D) + value_dim
         # Other programs wrote o: bypass L1, which is not coherent with their stores.
@@ -355,8 +360,37 @@ def _store_gated_norms(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _live_columns(b, first_B, count_B, T: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row of slot b's column 0, and its live columns."""
+    first_row, num_columns = b * T, T
+    if first_B is not None:
+        first_row, num_columns = gl.load(first_B + b), gl.load(count_B + b).to(gl.int32)
+    return first_row, num_columns
+
+
+@gluon.jit
+def _zero_dead_rows(  # type: ignore[no-untyped-def]
+    out, key_head, num_columns, b, first_B, first_row, num_rows, V: gl.constexpr, REPEATS: gl.constexpr,
+    D: gl.constexpr, BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Zero the outputs of a key head's value heads in the rows behind the last slot's. out: this slot's."""
+    if first_B is not None:
+        WIDTH: gl.constexpr = triton.next_power_of_2(D)
+        LAYOUT: gl.constexpr = _rows_layout(WIDTH, WARPS)
+        d = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        row = gl.expand_dims(gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        zeros = gl.zeros([BLOCK_ROWS, WIDTH], out.dtype.element_ty, LAYOUT)
+        is_last = b == gl.num_programs(1) - 1
+        end = gl.where(is_last, num_rows - first_row, num_columns).to(gl.int32) * REPEATS
+        for begin in range(num_columns * REPEATS, end, BLOCK_ROWS):
+            i = begin + row
+            place = i // REPEATS * (V * D) + (key_head * REPEATS + i % REPEATS) * D + d
+            gl.store(out + place, zeros, mask=(i < end) & (d < D))
+
+
+@gluon.jit
 def _prepare_keys(  # type: ignore[no-untyped-def]
-    sources, first, count, key_head, taps, rows, ring, is_owner, T: gl.constexpr, KEY_HEADS: gl.constexpr,
+    sources, first, count, key_head, taps, rows, ring, is_owner, num_columns, KEY_HEADS: gl.constexpr,
     K: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     WARPS: gl.constexpr
 ):  # fmt: skip
@@ -366,8 +400,10 @@ def _prepare_keys(  # type: ignore[no-untyped-def]
     k = gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
     t = gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT)), 1)
     channel = key_head * K + k
-    q_TK, q_input = _convolved(t, sources, first, count, channel, taps[0], k < K, T, C, CAPACITY)
-    k_TK, k_input = _convolved(t, sources, first, count, channel + KEY_HEADS * K, taps[1], k < K, T, C, CAPACITY)
+    q_TK, q_input = _convolved(t, sources, first, count, channel, taps[0], k < K, num_columns, C, CAPACITY)
+    k_TK, k_input = _convolved(
+        t, sources, first, count, channel + KEY_HEADS * K, taps[1], k < K, num_columns, C, CAPACITY
+    )  # fmt: skip
     q_scale = gl.rsqrt(gl.sum(q_TK * q_TK, axis=1) + _L2_EPS) * K**-0.5
     k_scale = gl.rsqrt(gl.sum(k_TK * k_TK, axis=1) + _L2_EPS)
     k_TK *= gl.expand_dims(k_scale, 1)
@@ -378,7 +414,7 @@ def _prepare_keys(  # type: ignore[no-untyped-def]
     ring_keys, inputs = ring
     if is_owner:
         place = _entry(first, count + t, CAPACITY)
-        is_real = (k < K) & (t < T)
+        is_real = (k < K) & (t < num_columns)
         gl.store(ring_keys + place * (KEY_HEADS * K) + channel, k_TK, mask=is_real)
         gl.store(inputs + place * C + channel, q_input, mask=is_real)
         gl.store(inputs + place * C + channel + KEY_HEADS * K, k_input, mask=is_real)
@@ -386,7 +422,7 @@ def _prepare_keys(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _prepare_values(  # type: ignore[no-untyped-def]
-    sources, first, count, head, begin_d, taps, raw, decay_terms, rows, ring, is_first, T: gl.constexpr,
+    sources, first, count, head, begin_d, taps, raw, decay_terms, rows, ring, is_first, num_columns,
     V: gl.constexpr, KEY_CHANNELS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
@@ -398,19 +434,20 @@ def _prepare_values(  # type: ignore[no-untyped-def]
     t_T = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
     t = gl.expand_dims(t_T, 1)
     channel = KEY_CHANNELS + head * D + d
-    v_TD, v_input = _convolved(t, sources, first, count, channel, taps, d < D, T, C, CAPACITY)
+    v_TD, v_input = _convolved(t, sources, first, count, channel, taps, d < D, num_columns, C, CAPACITY)
     rate, dt_bias = decay_terms
     raw += t_T * sources[1]
-    beta_T = 1.0 / (1.0 + gl.exp(-gl.load(raw, mask=t_T < T, other=0.0).to(gl.float32)))
-    decay_T = gl.exp(-rate * _softplus(gl.load(raw + V, mask=t_T < T, other=0.0).to(gl.float32) + dt_bias))
+    beta_T = 1.0 / (1.0 + gl.exp(-gl.load(raw, mask=t_T < num_columns, other=0.0).to(gl.float32)))
+    raw_decay_T = gl.load(raw + V, mask=t_T < num_columns, other=0.0).to(gl.float32)
+    decay_T = gl.exp(-rate * _softplus(raw_decay_T + dt_bias))
     values, betas, decays = rows
     _matrix(values, BLOCK_T, BLOCK_D).store(v_TD)
     _column(betas, BLOCK_T).store(beta_T)
     _column(decays, BLOCK_T).store(decay_T)
     ring_decays, inputs = ring
-    gl.store(inputs + _entry(first, count + t, CAPACITY) * C + channel, v_input, mask=(d < D) & (t < T))
+    gl.store(inputs + _entry(first, count + t, CAPACITY) * C + channel, v_input, mask=(d < D) & (t < num_columns))
     if is_first:
-        gl.store(ring_decays + _entry(first, count + t_T, CAPACITY) * V, decay_T, mask=t_T < T)
+        gl.store(ring_decays + _entry(first, count + t_T, CAPACITY) * V, decay_T, mask=t_T < num_columns)
 
 
 @gluon.jit
@@ -439,12 +476,12 @@ def _replayed(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _run_columns(  # type: ignore[no-untyped-def]
-    state_DK, rows, o, ring_deltas, after, is_value, T: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    state_DK, rows, o, ring_deltas, after, is_value, num_columns, V: gl.constexpr, D: gl.constexpr,
     CAPACITY: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr
 ):  # fmt: skip
     """Run the window's columns. Stores their outputs, and the deltas of their entries."""
     queries, keys, products, values, betas, decays = rows
-    for t in range(T):
+    for t in range(num_columns):
         q_K, k_K = queries.index(t).load(KEYS), keys.index(t).load(KEYS)
         decay = decays.index(t).load(VALUES)
         # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q): both sums are over the same S and run
@@ -482,9 +519,10 @@ def _fold_value_inputs(  # type: ignore[no-untyped-def]
 def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     projected_NP, x_stride, conv_C4, a_log_V, dt_bias_V, norm_D, eps, ssm_RVDK, ssm_stride, conv_R3C, conv_stride,
     key_SCGK, delta_SCVD, decay_SCV, conv_SCX, read_row_B, slot_B, start_B, read_length_B, fold_length_B, fold_row_B,
-    o_NVD, out_NVD, counters, CAPACITY: gl.constexpr, ENTRY_CHUNKS: gl.constexpr, T: gl.constexpr, V: gl.constexpr,
-    REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr, IS_SILU: gl.constexpr, BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
+    first_B, count_B, num_rows, o_NVD, out_NVD, counters, CAPACITY: gl.constexpr, ENTRY_CHUNKS: gl.constexpr,
+    T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr,
+    IS_SILU: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     _release_next(PDL)
     KEY_HEADS: gl.constexpr = V // REPEATS
@@ -495,8 +533,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     VALUES: gl.constexpr = gl.SliceLayout(1, _rows_layout(BLOCK_K, WARPS, 4, 8))
     b, head = gl.program_id(1).to(gl.int64), gl.program_id(0) // NUM_BLOCKS
     begin_d, key_head = gl.program_id(0) % NUM_BLOCKS * BLOCK_D, head // REPEATS
-    value_channel = 2 * KEY_HEADS * K + head * D + begin_d
-    is_first = begin_d == 0
+    value_channel, is_first = 2 * KEY_HEADS * K + head * D + begin_d, begin_d == 0
     key_taps, value_taps, decay_terms = _load_weights(
         conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS, REPEATS, D, K, BLOCK_D, BLOCK_K, WARPS
     )
@@ -505,8 +542,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     read_row, fold_row, read_length = gl.load(read_row_B + b), gl.load(fold_row_B + b), gl.load(read_length_B + b)
     slot = gl.load(slot_B + b) * CAPACITY
     count = gl.maximum(gl.load(start_B + b) - read_length, 0).to(gl.int32)
-    fold_at = (gl.load(fold_length_B + b) - read_length).to(gl.int32)
-    first = (read_length % CAPACITY).to(gl.int32)
+    fold_at, first = (gl.load(fold_length_B + b) - read_length).to(gl.int32), (read_length % CAPACITY).to(gl.int32)
 
     ring_keys, ring_decays = key_SCGK + slot * (KEY_HEADS * K), decay_SCV + slot * V + head
     ring_deltas, inputs = delta_SCVD + slot * (V * D) + head * D, conv_SCX + slot * C
@@ -516,22 +552,22 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     d = begin_d + gl.arange(0, BLOCK_D, layout=VALUES)
     k = gl.arange(0, BLOCK_K, layout=KEYS)
-    is_value = d < D
-    is_real = gl.expand_dims(is_value, 1) & gl.expand_dims(k < K, 0)
+    is_value, is_real = d < D, gl.expand_dims(d < D, 1) & gl.expand_dims(k < K, 0)
     tile = ssm_RVDK + (head * D + gl.expand_dims(d, 1)) * K + gl.expand_dims(k, 0)
     state_DK = gl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
 
-    x = projected_NP + b * T * x_stride
+    first_row, num_columns = _live_columns(b, first_B, count_B, T)
+    x = projected_NP + first_row * x_stride
     sources = (x, x_stride, conv_R3C + read_row * conv_stride, inputs)
     key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
     value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
     _prepare_keys(
         sources, first, count, key_head, key_taps, key_rows, (ring_keys, inputs), is_first & (head % REPEATS == 0),
-        T, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K, WARPS,
+        num_columns, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K, WARPS,
     )  # fmt: skip
     _prepare_values(
         sources, first, count, head, begin_d, value_taps, x + C + V * D + head, decay_terms, value_rows,
-        (ring_decays, inputs), is_first, T, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
+        (ring_decays, inputs), is_first, num_columns, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
     )  # fmt: skip
     window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     if fold_at > 0:
@@ -542,10 +578,10 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     async_copy.wait_group(0)
     _barrier()
     state_DK = _replayed(state_DK, entries, count, tile + fold_row * ssm_stride, fold_at, is_real, k, K, KEYS, VALUES)
-    o, out = o_NVD + b * T * (V * D), out_NVD + b * T * (V * D)
+    o, out = o_NVD + first_row * (V * D), out_NVD + first_row * (V * D)
     _run_columns(
         state_DK, key_rows + value_rows, o + head * D + d, ring_deltas + d, _entry(first, count, CAPACITY), is_value,
-        T, V, D, CAPACITY, KEYS, VALUES,
+        num_columns, V, D, CAPACITY, KEYS, VALUES,
     )  # fmt: skip
 
     _barrier()  # every lane's reads and stores must precede the count
@@ -553,8 +589,9 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     if gl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
         gl.store(counter, 0)
         _store_gated_norms(
-            x + C, x_stride, norm_D, eps, o, out, key_head, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS, WARPS
+            x + C, x_stride, norm_D, eps, o, out, key_head, num_columns, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS, WARPS
         )  # fmt: skip
+        _zero_dead_rows(out, key_head, num_columns, b, first_B, first_row, num_rows, V, REPEATS, D, BLOCK_ROWS, WARPS)
         if fold_at > 0:
             _fold_key_inputs(
                 window, conv_R3C, conv_stride, conv_SCX, b, key_head, KEY_HEADS, K, C, CAPACITY, BLOCK_K, WARPS

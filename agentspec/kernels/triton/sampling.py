@@ -20,8 +20,8 @@ Differences from kernels/reference/sampling.py, which has the formulas: probabil
 if a partial sum is within about 1e-6 of top_p. Noise is the same: computed in float64 from the same bits, rounded to
 float32; implementations of log may differ in the last bit of float32 for one token in 10**8.
 
-Shape letters: N = B * T rows, B slots in the step, T columns per slot, V vocabulary, S slots of the tables, F fields,
-W = max k + 1, X = ceil(V / 32) words, G spans, C programs per row.
+Shape letters: N rows (B * T, or those of LiveColumns), B slots in the step, T columns per slot, V vocabulary, S slots
+of the tables, F fields, W = max k + 1, X = ceil(V / 32) words, G spans, C programs per row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from agentspec.kernels import slots
 from agentspec.kernels.reference import philox
 from agentspec.kernels.reference import sampling as reference
-from agentspec.kernels.slots import SamplingTable
+from agentspec.kernels.slots import LiveColumns, SamplingTable
 from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.ranking import (
     KEY_OF_MINUS_INFINITY,
@@ -108,9 +108,11 @@ def sample(
     table: SamplingTable,
     *,
     constrained: bool,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     assert position_BT.is_contiguous()
-    launch = _Launch.of(logits_BTV, tokens_BT, slot_ids_B, table, constrained)
+    cell_N = None if live is None else live.cell_N
+    launch = _Launch.of(logits_BTV, tokens_BT, slot_ids_B, table, constrained, cell_N)
     tops_NG, bounds_N3 = _find_bounds(launch)
     num_rows, num_programs = launch.shares
     best_NC = torch.empty(num_rows, num_programs, dtype=torch.int64, device=logits_BTV.device)
@@ -126,7 +128,8 @@ def sample(
         num_warps=4,
         **launch.options,
     )
-    return _tokens_of_best(best_NC).view(tokens_BT.shape)
+    chosen_N = _tokens_of_best(best_NC)
+    return chosen_N.view(tokens_BT.shape) if live is None else chosen_N[live.row_BT]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +137,7 @@ class _Launch:
     """Arguments of the kernels of one `sample`."""
 
     parameters: tuple[Any, ...]
-    """Slot ids and sampling parameters."""
+    """Cells, slot ids and sampling parameters."""
     logits: tuple[Any, ...]
     """Operands of the adjusted logits."""
     shape: dict[str, int]
@@ -146,9 +149,15 @@ class _Launch:
 
     @classmethod
     def of(
-        cls, logits_BTV: Tensor, tokens_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, constrained: bool
+        cls,
+        logits_BTV: Tensor,
+        tokens_BT: Tensor,
+        slot_ids_B: Tensor,
+        table: SamplingTable,
+        constrained: bool,
+        cell_N: Tensor | None = None,
     ) -> Self:
-        num_slots, num_columns, vocab_size = logits_BTV.shape
+        num_rows, vocab_size = logits_BTV.shape[:2].numel(), logits_BTV.shape[2]
         mask_SWX = table.mask_SWX if constrained else None
         logits = (
             logits_BTV,
@@ -161,9 +170,9 @@ class _Launch:
         assert all(tensor is None or tensor.is_contiguous() for tensor in (*logits, slot_ids_B))
         assert table.limits_SF.stride(1) == table.sampling_SF.stride(1) == 1
         assert vocab_size <= _MAX_VOCAB
-        num_rows = num_slots * num_columns
         return cls(
             parameters=(
+                cell_N,
                 slot_ids_B,
                 table.limits_SF,
                 table.limits_SF.stride(0),
@@ -171,7 +180,7 @@ class _Launch:
                 table.sampling_SF.stride(0),
             ),
             logits=logits,
-            shape={"V": vocab_size, "T": num_columns, "SPAN": SPAN},
+            shape={"V": vocab_size, "T": tokens_BT.shape[1], "SPAN": SPAN},
             width={"W": table.mask_SWX.shape[1]},
             # The reference rounds after the product and after the sum; a fused multiply-add would round once.
             options={"enable_fp_fusion": False, **overlapped()},
@@ -236,6 +245,15 @@ def _best(best_NC, num_programs, out_N, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 
 
 @triton.jit
+def _cell(row, cell_N):  # type: ignore[no-untyped-def]
+    """b * T + t of a row's slot and column."""
+    cell = row
+    if cell_N is not None:
+        cell = tl.load(cell_N + row).to(tl.int32)
+    return cell
+
+
+@triton.jit
 def _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_stride):  # type: ignore[no-untyped-def]
     """Return (temperature, divisor of the logits, top-k, top-p, log min-p) of a slot."""
     sampling = sampling_SF + slot * sampling_stride
@@ -255,6 +273,7 @@ def _needs_list(temperature, top_k, top_p, V: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def _adjusted_logits(  # type: ignore[no-untyped-def]
     row,
+    cell,
     slot,
     token,
     is_real,
@@ -272,7 +291,7 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
 ):
     """Logits of some tokens of a row after mask, bias and penalties. A column's context is the tokens counted in the
     table and the drafts up to the column."""
-    column = row % T
+    column = cell % T
     logit = tl.load(logits_BTV + row.to(tl.int64) * V + token, mask=is_real, other=0.0)
     if mask_SWX is not None:
         word = tl.load(mask_SWX + (slot * W + column) * ((V + 31) // 32) + token // 32, mask=is_real, other=0)
@@ -287,7 +306,7 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
     if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
         count = tl.load(counts_SV + slot * V + token, mask=is_real, other=0)
         for earlier in range(1, column + 1):
-            count += (token == tl.load(tokens_BT + row - column + earlier)).to(tl.int32)
+            count += (token == tl.load(tokens_BT + cell - column + earlier)).to(tl.int32)
         is_generated = count > 0
         is_prompt = tl.load(prompt_seen_SV + slot * V + token, mask=is_real, other=0) != 0
         factor = tl.where(is_generated | is_prompt, tl.maximum(repetition, _LEAST_DIVISOR), 1.0)
@@ -298,6 +317,7 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _span_tops(  # type: ignore[no-untyped-def]
+    cell_N,
     slot_ids_B,
     limits_SF,
     limits_stride,
@@ -323,12 +343,14 @@ def _span_tops(  # type: ignore[no-untyped-def]
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     row = tl.program_id(0)
-    slot = tl.load(slot_ids_B + row // T)
+    cell = _cell(row, cell_N)
+    slot = tl.load(slot_ids_B + cell // T)
     span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
     token = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     is_real = token < V
     logit = _adjusted_logits(
         row,
+        cell,
         slot,
         token,
         is_real,
@@ -452,6 +474,7 @@ def _list_bounds(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _collect(  # type: ignore[no-untyped-def]
+    cell_N,
     slot_ids_B,
     limits_SF,
     limits_stride,
@@ -479,7 +502,8 @@ def _collect(  # type: ignore[no-untyped-def]
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     row = tl.program_id(0)
-    slot = tl.load(slot_ids_B + row // T)
+    cell = _cell(row, cell_N)
+    slot = tl.load(slot_ids_B + cell // T)
     temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(
         slot, limits_SF, limits_stride, sampling_SF, sampling_stride
     )
@@ -495,6 +519,7 @@ def _collect(  # type: ignore[no-untyped-def]
                 is_real = token < V
                 logit = _adjusted_logits(
                     row,
+                    cell,
                     slot,
                     token,
                     is_real,
@@ -523,6 +548,7 @@ def _collect(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _select(  # type: ignore[no-untyped-def]
+    cell_N,
     slot_ids_B,
     limits_SF,
     limits_stride,
@@ -544,7 +570,8 @@ def _select(  # type: ignore[no-untyped-def]
     release_next(PDL)
     await_previous(PDL)
     row = tl.program_id(0)
-    slot = tl.load(slot_ids_B + row // T)
+    cell = _cell(row, cell_N)
+    slot = tl.load(slot_ids_B + cell // T)
     temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(
         slot, limits_SF, limits_stride, sampling_SF, sampling_stride
     )
@@ -584,6 +611,7 @@ def _gumbel_noise(seed, position, span, SPAN: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _draw(  # type: ignore[no-untyped-def]
+    cell_N,
     slot_ids_B,
     limits_SF,
     limits_stride,
@@ -611,9 +639,10 @@ def _draw(  # type: ignore[no-untyped-def]
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     row = tl.program_id(0)
-    slot = tl.load(slot_ids_B + row // T)
+    cell = _cell(row, cell_N)
+    slot = tl.load(slot_ids_B + cell // T)
     temperature, divisor, _, _, _ = _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_stride)
-    seed, position = tl.load(limits_SF + slot * limits_stride + _SEED), tl.load(position_BT + row)
+    seed, position = tl.load(limits_SF + slot * limits_stride + _SEED), tl.load(position_BT + cell)
     threshold, reach = tl.load(bounds_N3 + row * 3 + _THRESHOLD), tl.load(bounds_N3 + row * 3 + _REACH)
     best = tl.full((SPAN,), LOWEST_RANK, tl.int64)
     for span in range(tl.program_id(1), NUM_SPANS, tl.num_programs(1)):
@@ -624,6 +653,7 @@ def _draw(  # type: ignore[no-untyped-def]
             is_real = token < V
             logit = _adjusted_logits(
                 row,
+                cell,
                 slot,
                 token,
                 is_real,

@@ -19,7 +19,7 @@ from torch import Tensor
 from agentspec import types
 from agentspec.kernels import slots
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
-from agentspec.kernels.slots import Commit, OutcomeRows, RingWindow, Window
+from agentspec.kernels.slots import Commit, LiveColumns, OutcomeRows, RingWindow, SharedRows, Window
 from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.types import RingShape
 
@@ -57,6 +57,8 @@ _ZERO_ROW, _SCRATCH_ROW, _SCRATCH_PAGE, _STOP_ID, _STOP_LENGTH = (
     tl.constexpr(constant)
     for constant in (types.ZERO_ROW, types.SCRATCH_ROW, types.SCRATCH_PAGE, types.STOP_ID, types.STOP_LENGTH)
 )
+_LIVE_RESULTS = ("first_B", "count_B", "row_BT", "cell_N", "token_N", "entry_N")
+"""Tensors that opening a window fills only where its rows are shared."""
 _RING_RESULTS = ("read_length_B", "fold_length_B", "fold_row_B", "entries_BT")
 """Tensors that opening a window fills only for slots with rings."""
 _PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
@@ -68,6 +70,7 @@ def open_window(
     slot_ids_B: Tensor,
     num_columns: int,
     ring: RingShape | None = None,
+    shared: SharedRows | None = None,
 ) -> Window:
     num_slots, num_pages, device = slot_ids_B.shape[0], page_table_SP.shape[1], slots_SF.device
 
@@ -93,6 +96,20 @@ def open_window(
                 entries_BT=integers(num_slots, num_columns),
             ),
         )
+    if shared is not None:
+        assert ring is not None
+        assert shared.num_rows >= num_slots * shared.own_columns
+        window = replace(
+            window,
+            live=LiveColumns(
+                first_B=integers(num_slots),
+                count_B=integers(num_slots),
+                row_BT=integers(num_slots, num_columns),
+                cell_N=integers(shared.num_rows),
+                token_N=integers(shared.num_rows),
+                entry_N=integers(shared.num_rows),
+            ),
+        )
     _open_window[(num_slots, triton.cdiv(num_pages, _PAGES_A_PROGRAM))](
         slots_SF,
         slots_SF.stride(0),
@@ -106,12 +123,19 @@ def open_window(
         window.page_table_BP,
         num_pages,
         *(None if window.ring is None else getattr(window.ring, field) for field in _RING_RESULTS),
+        *(None if window.live is None else getattr(window.live, field) for field in _LIVE_RESULTS),
+        slots_SF.shape[0] - 1,
+        num_slots,
         T=num_columns,
         W=_width(slots_SF),
         FOLD_TOKENS=0 if ring is None else ring.fold_tokens,
         CAPACITY=0 if ring is None else ring.capacity,
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_P=min(_PAGES_A_PROGRAM, triton.next_power_of_2(num_pages)),
+        BLOCK_B=triton.next_power_of_2(num_slots),
+        ROWS=0 if shared is None else shared.num_rows,
+        OWN=0 if shared is None else shared.own_columns,
+        BLOCK_N=1 if shared is None else triton.next_power_of_2(shared.num_rows),
         num_warps=4,
         **overlapped(),
     )
@@ -126,6 +150,7 @@ def commit_window(
     *,
     block_tokens: int,
     ring: RingShape | None = None,
+    live: LiveColumns | None = None,
 ) -> Commit:
     """For an inert slot, `num_accepted_B` is 0."""
     assert chosen_BT.is_contiguous()
@@ -143,6 +168,7 @@ def commit_window(
         limits_SF.stride(0),
         slot_ids_B,
         chosen_BT,
+        None if live is None else live.count_B,
         commit.num_accepted_B,
         commit.draft_start_B,
         commit.outcome_BF,
@@ -162,7 +188,12 @@ def commit_window(
 
 
 def force_acceptance(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+    slots_SF: Tensor,
+    limits_SF: Tensor,
+    slot_ids_B: Tensor,
+    chosen_BT: Tensor,
+    rate_K: Tensor,
+    live: LiveColumns | None = None,
 ) -> Tensor:
     """One launch, so that steps timed with forced acceptance are within microseconds of real ones."""
     assert chosen_BT.is_contiguous()
@@ -176,6 +207,7 @@ def force_acceptance(
         limits_SF.stride(0),
         slot_ids_B,
         chosen_BT,
+        None if live is None else live.count_B,
         rate_K,
         forced_BT,
         T=num_columns,
@@ -233,16 +265,28 @@ def _open_window(  # type: ignore[no-untyped-def]
     fold_length_B,
     fold_row_B,
     entries_BT,
+    first_B,
+    count_B,
+    row_BT,
+    cell_N,
+    token_N,
+    entry_N,
+    padding_slot,
+    num_slots,
     T: tl.constexpr,
     W: tl.constexpr,
     FOLD_TOKENS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    OWN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (b, i) copies chunk i of slot b's page table; the first program of a slot also copies its columns.
-    FOLD_TOKENS: 0 if slots have no rings."""
+    FOLD_TOKENS: 0 if slots have no rings. ROWS: 0 if all columns have a row."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -266,8 +310,66 @@ def _open_window(  # type: ignore[no-untyped-def]
             tl.store(read_length_B + b, read_length)
             tl.store(fold_length_B + b, fold_length)
             tl.store(fold_row_B + b, tl.where(fold_length > read_length, own_row, _SCRATCH_ROW))
-            tl.store(entries_BT + b * T + t, slot_id * CAPACITY + (start + t) % CAPACITY, mask=t < T)
+            entry = slot_id * CAPACITY + (start + t) % CAPACITY
+            tl.store(entries_BT + b * T + t, entry, mask=t < T)
+            if ROWS > 0:
+                first, count, total = _share_rows(
+                    slots_SF, slots_stride, slot_ids_B, b, num_slots, T, BLOCK_B, ROWS, OWN
+                )
+                tl.store(first_B + b, first)
+                tl.store(count_B + b, count)
+                row = tl.minimum(first + tl.minimum(t, tl.maximum(count - 1, 0)), ROWS - 1)
+                tl.store(row_BT + b * T + t, row, mask=t < T)
+                token = tl.load(slot + _TOKENS + t, mask=t < T, other=0)
+                dead_from = tl.where(b == num_slots - 1, total, ROWS)
+                scratch = padding_slot * CAPACITY
+                _store_rows(cell_N, b * T + t, 0, first, count, dead_from, t, ROWS, BLOCK_N)
+                _store_rows(token_N, token, 0, first, count, dead_from, t, ROWS, BLOCK_N)
+                _store_rows(entry_N, entry, scratch, first, count, dead_from, t, ROWS, BLOCK_N)
     tl.store(page_table_BP + b * num_pages + p, tl.where(is_active, pages, _SCRATCH_PAGE), mask=p < num_pages)
+
+
+@triton.jit
+def _share_rows(  # type: ignore[no-untyped-def]
+    slots_SF,
+    slots_stride,
+    slot_ids_B,
+    b,
+    num_slots,
+    T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Return slot b's first row and live columns, and the rows of all slots. See slots.LiveColumns."""
+    i = tl.arange(0, BLOCK_B)
+    slot_id = tl.load(slot_ids_B + i, mask=i < num_slots, other=0)
+    is_active = tl.load(slots_SF + slot_id * slots_stride + _ACTIVE, mask=i < num_slots, other=0) > 0
+    num_valid = tl.load(slots_SF + slot_id * slots_stride + _NUM_VALID_DRAFTS, mask=i < num_slots, other=0)
+    wanted = tl.where(is_active, 1 + tl.minimum(num_valid, T - 1), 0)
+    own = tl.minimum(wanted, OWN)
+    more = wanted - own
+    left = ROWS - tl.sum(own, axis=0) - (tl.cumsum(more, axis=0) - more)
+    count = own + tl.minimum(more, tl.maximum(left, 0))
+    first = tl.sum(tl.where(i < b, count, 0), axis=0)
+    return first, tl.sum(tl.where(i == b, count, 0), axis=0), tl.sum(count, axis=0)
+
+
+@triton.jit
+def _store_rows(field_N, value_T, dead, first, count, dead_from, t, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store what live columns t have in their rows, and `dead` in the rows from dead_from on."""
+    tl.store(field_N + first + t, value_T, mask=t < count)
+    n = tl.arange(0, BLOCK_N)
+    tl.store(field_N + n, tl.zeros((BLOCK_N,), tl.int64) + dead, mask=(n >= dead_from) & (n < ROWS))
+
+
+@triton.jit
+def _num_offered(slot, count_B, b, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Valid drafts in a slot's window; undefined for an inert slot."""
+    num_offered = tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1)
+    if count_B is not None:
+        num_offered = tl.minimum(num_offered, tl.maximum(tl.load(count_B + b) - 1, 0))
+    return num_offered
 
 
 @triton.jit
@@ -278,6 +380,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
     limits_stride,
     slot_ids_B,
     chosen_BT,
+    count_B,
     num_accepted_B,
     draft_start_B,
     outcome_BF,
@@ -305,7 +408,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
     draft_T = tl.load(slot + _TOKENS + 1 + t, mask=t < T - 1, other=-1)
     is_active = tl.load(slot + _ACTIVE) > 0
     length = tl.where(is_active, tl.load(slot + _LENGTH), 0)
-    num_offered = tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1)
+    num_offered = _num_offered(slot, count_B, b, T)
     num_matched = tl.min(tl.where((token_T == draft_T) & (t < num_offered), T - 1, t), axis=0).to(tl.int64)
     num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
     tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
@@ -406,6 +509,7 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     limits_stride,
     slot_ids_B,
     chosen_BT,
+    count_B,
     rate_K,
     forced_BT,
     T: tl.constexpr,
@@ -424,7 +528,7 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     draft_T = tl.load(slot + _TOKENS + 1 + t, mask=t < T - 1, other=0)
     rate_T = tl.load(rate_K + t, mask=(t < T - 1) & (t < K), other=0.0).to(tl.float64)
     is_active = tl.load(slot + _ACTIVE) > 0
-    num_valid = tl.where(is_active, tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1), 0)
+    num_valid = tl.where(is_active, _num_offered(slot, count_B, b, T), 0)
     seed = tl.load(limits_SF + slot_id * limits_stride + _SEED)
     is_rated = _uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T
     stands_T = tl.where(t < K, is_rated, draft_T == chosen_T) & (t < num_valid)

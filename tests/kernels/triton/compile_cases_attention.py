@@ -24,6 +24,7 @@ def _cases(
     target: int = HOPPER,
     *,
     fp8: bool = False,
+    is_shared: bool = False,
 ) -> list[CompileCase]:
     shares = num_heads // num_kv_heads
     block_rows = attention.task_rows(num_columns * shares)
@@ -39,7 +40,10 @@ def _cases(
         "BLOCK_S": plan.block_keys,
         "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
     }
-    case = f"{model} B={num_slots} T={num_columns}{' FP8 pages' if fp8 else ''}"
+    case = f"{model} B={num_slots} T={num_columns}{' FP8 pages' * fp8}{' live' * is_shared}"
+    columns = ("first_B", "count_B")
+    live = dict.fromkeys(columns if is_shared else (), "*i64")
+    absent = dict.fromkeys(() if is_shared else columns, None)
     attend = CompileCase(
         name=f"attend {case}",
         kernel=attention._attend,
@@ -63,8 +67,10 @@ def _cases(
             "sums_CMD": "*fp32",
             "scores_2CM": "*fp32",
         }
-        | ({"exponent_P2GS": "*i8"} if fp8 else {}),
+        | ({"exponent_P2GS": "*i8"} if fp8 else {})
+        | live,
         constexprs=shapes
+        | absent
         | ({} if fp8 else {"exponent_P2GS": None})
         | {
             "PAGE": _PAGE,
@@ -96,8 +102,13 @@ def _cases(
             "start_B": "*i64",
             "out_NX": activations,
             "max_programs": "i32",
-        },
-        constexprs=shapes | {"BLOCK_C": partials, "BLOCK_D": block_dims},
+        }
+        | live
+        | ({"cell_N": "*i64"} if is_shared else {}),
+        constexprs=shapes
+        | absent
+        | ({} if is_shared else {"cell_N": None})
+        | {"BLOCK_C": partials, "BLOCK_D": block_dims},
         num_warps=4,
         multiples_of_16=("row_stride",),
         instructions=("ld.global.v4",),
@@ -116,5 +127,9 @@ CASES = [
     *(case for target in ELSEWHERE for case in _cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16, target)),
     *(_cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16, target)[0] for target in ELSEWHERE),
     *(_cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16, target)[0] for target in ELSEWHERE),
+    *_cases("4B", 1, 16, 16, 4, 256, 32, torch.bfloat16, is_shared=True),
+    *_cases("27B", 4, 16, 24, 4, 256, 32, torch.bfloat16, is_shared=True),
+    _cases("27B", 4, 16, 24, 4, 256, 32, torch.bfloat16)[0],
+    _cases("4B", 1, 16, 16, 4, 256, 32, torch.bfloat16)[0],
     _cases("tiny-agent", 4, 4, 4, 2, 64, 8, torch.float32)[0],
 ]

@@ -21,11 +21,12 @@ def mask(constrained: bool) -> tuple[dict[str, str], dict[str, None]]:
     return ({"mask_SWX": "*i32"}, {}) if constrained else ({}, {"mask_SWX": None})
 
 
-def cases_of(vocab_size: int, constrained: bool) -> list[CompileCase]:
-    case = f"V={vocab_size}{' constrained' if constrained else ''}"
+def cases_of(vocab_size: int, constrained: bool, *, is_shared: bool = False) -> list[CompileCase]:
+    case = f"V={vocab_size}{' constrained' if constrained else ''}{' live' if is_shared else ''}"
     signature, absent = mask(constrained)
-    shape = {"V": vocab_size, "T": 4, "SPAN": sampling.SPAN}
-    logits, block = {**PARAMETERS, **LOGITS, **signature}, {"BLOCK_G": 1 << (vocab_size // sampling.SPAN).bit_length()}
+    shape = {"V": vocab_size, "T": 4, "SPAN": sampling.SPAN} | ({} if is_shared else {"cell_N": None})
+    parameters = PARAMETERS | ({"cell_N": "*i64"} if is_shared else {})
+    logits, block = {**parameters, **LOGITS, **signature}, {"BLOCK_G": 1 << (vocab_size // sampling.SPAN).bit_length()}
     return [
         CompileCase(
             name=f"span_tops {case}",
@@ -45,7 +46,7 @@ def cases_of(vocab_size: int, constrained: bool) -> list[CompileCase]:
         CompileCase(
             name=f"select {case}",
             kernel=sampling._select,
-            signature={**PARAMETERS, **LISTS},
+            signature={**parameters, **LISTS},
             constexprs={**shape, **block, "CHUNK": sampling.SELECT_CHUNK},
             num_warps=16,
         ),
@@ -62,6 +63,7 @@ def cases_of(vocab_size: int, constrained: bool) -> list[CompileCase]:
 CASES = [
     *on_targets(EVERYWHERE, cases_of(248_320, constrained=True)),
     *cases_of(4_096, constrained=False),
+    *cases_of(248_320, constrained=True, is_shared=True),
     CompileCase(
         name="block_best V=248320",
         targets=EVERYWHERE,

@@ -12,16 +12,20 @@ SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
 RING_RESULTS = ("read_length_B", "fold_length_B", "fold_row_B", "entries_BT")
 
 
-def open_window(name: str, ring: RingShape | None) -> CompileCase:
+LIVE_RESULTS = ("first_B", "count_B", "row_BT", "cell_N", "token_N", "entry_N")
+
+
+def open_window(name: str, ring: RingShape | None, *, is_shared: bool = False) -> CompileCase:
     return CompileCase(
         name=name,
         kernel=window._open_window,
         signature={
             **SLOTS,
             **dict.fromkeys(("page_table_SP", "page_table_BP"), "*i32"),
-            **dict.fromkeys(("page_table_stride", "num_pages"), "i32"),
+            **dict.fromkeys(("page_table_stride", "num_pages", "padding_slot", "num_slots"), "i32"),
             **dict.fromkeys(("tokens_BT", "start_B", "read_row_B", "write_rows_BT"), "*i64"),
             **dict.fromkeys(RING_RESULTS if ring else (), "*i64"),
+            **dict.fromkeys(LIVE_RESULTS if is_shared else (), "*i64"),
         },
         constexprs={
             "T": 4,
@@ -30,14 +34,19 @@ def open_window(name: str, ring: RingShape | None) -> CompileCase:
             "CAPACITY": ring.capacity if ring else 0,
             "BLOCK_T": 4,
             "BLOCK_P": 1024,
+            "BLOCK_B": 8,
+            "ROWS": 64 if is_shared else 0,
+            "OWN": 4 if is_shared else 0,
+            "BLOCK_N": 64 if is_shared else 1,
             **dict.fromkeys(() if ring else RING_RESULTS, None),
+            **dict.fromkeys(() if is_shared else LIVE_RESULTS, None),
         },
         multiples_of_16=("page_table_stride", "num_pages"),
         instructions=("ld.global.v4",),
     )
 
 
-def commit_window(name: str, ring: RingShape | None) -> CompileCase:
+def commit_window(name: str, ring: RingShape | None, *, is_shared: bool = False) -> CompileCase:
     return CompileCase(
         name=name,
         kernel=window._commit_window,
@@ -45,8 +54,10 @@ def commit_window(name: str, ring: RingShape | None) -> CompileCase:
             **SLOTS,
             **dict.fromkeys(("limits_SF", "chosen_BT", "num_accepted_B", "draft_start_B", "outcome_BF"), "*i64"),
             "limits_stride": "i32",
-        },
-        constexprs={
+        }
+        | ({"count_B": "*i64"} if is_shared else {}),
+        constexprs=({} if is_shared else {"count_B": None})
+        | {
             "F": OutcomeRows.num_fields(4),
             "T": 4,
             "W": 8,
@@ -66,8 +77,10 @@ CASES = on_targets(
     [
         open_window("open_window", None),
         open_window("open_window of rings", RingShape.of(8)),
+        open_window("open_window of shared rows", RingShape.of(8), is_shared=True),
         commit_window("commit_window", None),
         commit_window("commit_window of rings", RingShape.of(8)),
+        commit_window("commit_window of shared rows", RingShape.of(8), is_shared=True),
         CompileCase(
             name="fold_hidden 27B",
             kernel=hidden._fold_hidden,
@@ -89,7 +102,7 @@ CASES = on_targets(
                 "limits_stride": "i32",
                 "rate_K": "*fp32",
             },
-            constexprs={"T": 4, "K": 3, "BLOCK_T": 4},
+            constexprs={"T": 4, "K": 3, "BLOCK_T": 4, "count_B": None},
             num_warps=1,
         ),
         CompileCase(

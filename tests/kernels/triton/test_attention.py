@@ -17,12 +17,14 @@ from torch import Tensor
 from agentspec.kernels import reference
 from agentspec.kernels.backend import AttentionWeights, Norm, RopeTable
 from agentspec.kernels.reference import fused
+from agentspec.kernels.slots import LiveColumns
 from agentspec.kernels.triton import attention
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.types import SCRATCH_PAGE
 from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
+from tests.fakes.live_columns import live_columns
 
 KEY_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.07, torch.bfloat16: 0.07}
 """The same for keys in FP8: another order of sums may round one to the next 8-bit float, though hardly in float32."""
@@ -47,6 +49,10 @@ class Case:
     fp8: bool = False
     """Keys and values are in FP8."""
     seed: int = 0
+    counts: tuple[int, ...] = ()
+    """Live columns of each slot, 0 for an inert one; empty: all are."""
+    num_dead: int = 0
+    """Dead rows behind the live columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,7 @@ class Inputs:
     page_table_BP: Tensor
     start_B: Tensor
     exponent_P2GS: Tensor | None = None
+    live: LiveColumns | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
         return Inputs(
@@ -68,6 +75,9 @@ class Inputs:
             page_table_BP=self.page_table_BP.to(device),
             start_B=self.start_B.to(device),
             exponent_P2GS=None if self.exponent_P2GS is None else self.exponent_P2GS.to(device, copy=True),
+            live=None
+            if self.live is None
+            else LiveColumns(**{name: getattr(self.live, name).to(device) for name in LiveColumns.__slots__}),
         )
 
     @property
@@ -112,6 +122,12 @@ def inputs_of(case: Case) -> Inputs:
     width = 2 * (case.num_heads + case.num_kv_heads) * case.head_dim
     wide = torch.full((len(case.starts) * case.num_columns, width + 16), torch.nan, dtype=case.dtype)
     wide[:, :width] = torch.randn(len(wide), width, generator=rng)
+    live = None
+    if case.counts:
+        num_live, all_columns = sum(case.counts), wide
+        live = live_columns(case.counts, num_columns=case.num_columns, num_rows=num_live + case.num_dead)
+        wide = torch.full((num_live + case.num_dead, width + 16), torch.nan, dtype=case.dtype)
+        wide[:num_live] = all_columns[live.cell_N[:num_live]]
     norms = [Norm(weight=torch.randn(case.head_dim, generator=rng).mul(0.3).to(case.dtype), eps=1e-6) for _ in range(2)]
     angles = torch.arange(max(lengths, default=case.num_columns))[:, None] * torch.rand(case.half_rope, generator=rng)
     pools = fp8_pool.in_fp8(pool) if case.fp8 else (pool, None)
@@ -130,6 +146,7 @@ def inputs_of(case: Case) -> Inputs:
         page_table_BP=table,
         start_B=torch.tensor([start or 0 for start in case.starts]),
         exponent_P2GS=pools[1],
+        live=live,
     )
 
 
@@ -145,6 +162,7 @@ def step(inputs: Inputs, case: Case) -> Tensor:
             inputs.start_B,
             first_position=case.first_position,
             exponent_P2GS=inputs.exponent_P2GS,
+            live=inputs.live,
         )
 
 
@@ -168,6 +186,7 @@ def reference_step(inputs: Inputs, case: Case) -> Tensor:
         inputs.start_B,
         first_position=case.first_position,
         exponent_P2GS=inputs.exponent_P2GS,
+        live=inputs.live,
     )
 
 
@@ -187,14 +206,16 @@ def check_step(device: torch.device, case: Case) -> None:
         kept = replace(plain, kv_P2SGD=real.kv_P2SGD.cpu(), exponent_P2GS=real.exponent_P2GS.cpu())
         with mock.patch.object(fused, "write_kv", _store_nothing_more):
             want = reference_step(kept, case)
+    counts = case.counts or (case.num_columns,) * len(case.starts)
+    assert not got[sum(counts) :].any(), (case, "dead rows")
     stored = torch.zeros(real.kv_P2SGD.shape[0], case.page_tokens, dtype=torch.bool)
     for slot, start in enumerate(case.starts):
-        columns = slice(slot * case.num_columns, (slot + 1) * case.num_columns)
+        columns = slice(sum(counts[:slot]), sum(counts[: slot + 1]))
         if start is None:
             assert not got[columns].any(), (case, slot)
         else:
             assert error(got[columns], want[columns]) < TOLERANCE[case.dtype], (case, slot)
-            position = torch.arange(start, start + case.num_columns)
+            position = torch.arange(start, start + counts[slot])
             stored[inputs.page_table_BP[slot, position // case.page_tokens].long(), position % case.page_tokens] = True
     pool, before, expected = (each.pool.transpose(1, 2) for each in (real, inputs, plain))
     assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
@@ -242,6 +263,18 @@ CASES = {
     "FP8, position 0 hidden": Case(starts=(0, 33), num_columns=2, num_heads=2, first_position=1, fp8=True, seed=17),
     "FP8, no power of two": Case(starts=(20,), num_columns=3, num_heads=6, head_dim=24, half_rope=3, fp8=True, seed=18),
     "FP8, pages of 64": Case(starts=(60, 200), num_columns=5, page_tokens=64, dtype=torch.float16, fp8=True, seed=19),
+    "live columns": Case(starts=(13, 31, 0, 40), num_columns=6, counts=(2, 6, 1, 4), seed=20),
+    "live columns, inert slots and dead rows": Case(
+        starts=(None, 20, None, 5, None), num_columns=5, counts=(0, 5, 0, 2, 0), num_dead=9, seed=21
+    ),
+    "live columns of one and of two tasks a head": Case(
+        starts=(13, 40, 21), num_columns=6, num_heads=12, num_kv_heads=1, head_dim=16, counts=(6, 5, 2), seed=22
+    ),
+    "live columns, position 0 hidden": Case(
+        starts=(0, 1), num_columns=4, num_heads=2, first_position=1, counts=(1, 4), num_dead=3, seed=23
+    ),
+    "no live columns": Case(starts=(None, None), num_columns=4, counts=(0, 0), num_dead=8, seed=24),
+    "FP8, live columns": Case(starts=(13, 31, 60), num_columns=4, fp8=True, counts=(4, 1, 3), num_dead=2, seed=25),
 }
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from agentspec.kernels import reference
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
-from agentspec.kernels.slots import RingWindow
+from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.traffic import state_traffic
 from agentspec.kernels.triton import gated_delta, gated_delta_ring
 from agentspec.kernels.triton.launch import arrival_counters
 from agentspec.types import SCRATCH_ROW, ZERO_ROW, RingShape
 from tests.fakes.compare import relative_error
+from tests.fakes.live_columns import live_columns
 from tests.kernels.triton import test_gated_delta as rows_checks
 from tests.kernels.triton.test_gated_delta import OUTPUT_TOLERANCES, STATE_TOLERANCE, Shape
 
@@ -39,6 +40,7 @@ class Case:
     ring: DeltaRing
     read_row_B: Tensor
     window: RingWindow
+    live: LiveColumns | None = None
 
     def in_float32(self) -> Case:
         """The same values in float32: the reference would round intermediate results, which the kernel does not."""
@@ -54,7 +56,8 @@ class Case:
         """Run one step. Return outputs, and the case with the memory after it."""
         ring = DeltaRing(*(getattr(self.ring, part).clone() for part in PARTS))
         after = replace(self, ssm_RVDK=self.ssm_RVDK.clone(), conv_R3C=self.conv_R3C.clone(), ring=ring)
-        out = step(self.projected_NP, self.weights, after.ssm_RVDK, after.conv_R3C, ring, self.read_row_B, self.window)
+        memory = after.ssm_RVDK, after.conv_R3C, ring
+        out = step(self.projected_NP, self.weights, *memory, self.read_row_B, self.window, self.live)
         return out, after
 
     def of_slots(self, chosen: list[int]) -> Case:
@@ -67,6 +70,25 @@ class Case:
             read_row_B=self.read_row_B[chosen],
             window=window,
         )
+
+    def of_columns(self, num_columns: int) -> Case:
+        """The step of a single slot's leading columns."""
+        window = replace(self.window, entries_BT=self.window.entries_BT[:, :num_columns])
+        return replace(self, projected_NP=self.projected_NP[:num_columns], window=window)
+
+    def with_live(self, counts: list[int], num_rows: int) -> Case:
+        """The step of each slot's leading columns; dead rows are NaN."""
+        num_columns = self.window.entries_BT.shape[1]
+        live = live_columns(
+            counts,
+            num_columns=num_columns,
+            num_rows=num_rows,
+            entries_BT=self.window.entries_BT,
+            device=self.projected_NP.device,
+        )
+        projected_NP = torch.full((num_rows, self.projected_NP.shape[1]), torch.nan).to(self.projected_NP)
+        projected_NP[: sum(counts)] = self.projected_NP[live.cell_N[: sum(counts)]]
+        return replace(self, projected_NP=projected_NP, live=live)
 
 
 def ring_window(
@@ -219,6 +241,33 @@ def check_bits(shape: Shape, num_columns: int, device: torch.device, seed: int) 
     for part in PARTS:
         entries, entries_again = (getattr(x.ring, part).flatten(0, 1)[written] for x in (after, after_again))
         assert torch.equal(entries, entries_again), (part, seed)
+
+
+def check_live_columns(
+    shape: Shape, num_columns: int, device: torch.device, seed: int, *, step: Callable[..., Tensor] | None = None
+) -> None:
+    """Check that windows of different widths in one launch have the bits of each slot alone, that a dead row's output
+    is zeros, and that nothing is stored for dead columns."""
+    generator = random.Random(seed)
+    kinds = generator.sample([*KINDS, "start", "padding"], 7)
+    counts = [0 if kind == "padding" else generator.randint(1, num_columns) for kind in kinds]
+    num_rows = sum(counts) + generator.choice([0, 1, 19])
+    case = make_case(shape, kinds, num_columns, device, seed)
+    run = {} if step is None else {"step": step}
+    out, after = case.with_live(counts, num_rows).run(**run)
+    alone, first = case, 0
+    for place, count in enumerate(counts):
+        if count:
+            expected, alone_after = alone.of_slots([place]).of_columns(count).run(**run)
+            assert torch.equal(out[first : first + count], expected), (seed, kinds[place], count)
+            alone = replace(alone, ssm_RVDK=alone_after.ssm_RVDK, conv_R3C=alone_after.conv_R3C, ring=alone_after.ring)
+        first += count
+    assert not out[first:].any(), seed
+    rows = slice(3, None)  # the scratch row holds anything
+    assert same(after.ssm_RVDK[rows], alone.ssm_RVDK[rows]), seed
+    assert same(after.conv_R3C[rows], alone.conv_R3C[rows]), seed
+    for part in PARTS:
+        assert same(getattr(after.ring, part), getattr(alone.ring, part)), (part, seed)
 
 
 def check_tilings(shape: Shape, num_columns: int, device: torch.device, seed: int) -> None:
@@ -388,6 +437,22 @@ def test_every_count_of_columns_and_entries_matches_reference(device: torch.devi
 def test_bits_depend_only_on_the_slot(device: torch.device) -> None:
     check_bits(SMALL, 3, device, seed=6)
     check_bits(ODD, 5, device, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_columns"),
+    [(SMALL, 4), (replace(SMALL, dtype=torch.bfloat16), 16), (ODD, 7)],
+    ids=["four columns", "sixteen columns", "odd sizes"],
+)
+def test_windows_of_different_widths_have_the_bits_of_each_slot_alone(
+    shape: Shape, num_columns: int, device: torch.device
+) -> None:
+    for seed in range(2):
+        check_live_columns(shape, num_columns, device, seed=30 + seed)
+
+
+def test_reference_gives_the_live_columns_of_each_slot_alone(device: torch.device) -> None:
+    check_live_columns(SMALL, 5, device, seed=40, step=reference.gated_delta_ring_step)
 
 
 def test_bits_do_not_depend_on_the_tiling(device: torch.device) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from agentspec.kernels import slots as layout
 from agentspec.kernels.reference import sampling as reference
-from agentspec.kernels.slots import NUM_FLOATS, SamplingTable, SlotLimits
+from agentspec.kernels.slots import NUM_FLOATS, LiveColumns, SamplingTable, SlotLimits
 from agentspec.kernels.triton import sampling as triton_sampling
+from tests.fakes.live_columns import live_columns
 from tests.kernels.triton.poison import poison
 
 NEUTRAL = {
@@ -114,6 +115,25 @@ def check_sample(batch: Batch, constrained: bool, device: torch.device, what: st
     assert torch.equal(got_BT.cpu(), expected_BT), f"{what}: {got_BT.tolist()} for {expected_BT.tolist()}"
 
 
+def check_live_columns(batch: Batch, counts: list[int], num_dead: int, constrained: bool, device: torch.device) -> None:
+    """Check that the live columns of each slot get the tokens that they get where all are live."""
+    num_slots, num_columns, vocab_size = batch.logits_BTV.shape
+    all_BT = reference.sample(*batch.arguments(), constrained=constrained)
+    live = live_columns(counts, num_columns=num_columns, num_rows=sum(counts) + num_dead)
+    logits_1NV = torch.full((1, sum(counts) + num_dead, vocab_size), torch.nan)
+    cells = live.cell_N[: sum(counts)]
+    logits_1NV[0, : sum(counts)] = batch.logits_BTV.flatten(0, 1)[cells]
+    packed = replace(batch, logits_BTV=logits_1NV)
+    on_device = LiveColumns(**{name: getattr(live, name).to(device) for name in LiveColumns.__slots__})
+    for name, sample, given, columns in (
+        ("reference", reference.sample, packed, live),
+        ("triton", triton_sampling.sample, packed.to(device), on_device),
+    ):
+        got_BT = sample(*given.arguments(), constrained=constrained, live=columns).cpu()
+        assert got_BT.shape == (num_slots, num_columns)
+        assert torch.equal(got_BT.flatten()[cells], all_BT.flatten()[cells]), (name, counts)
+
+
 def random_slot(generator: random.Random, vocab_size: int) -> dict[str, Any]:
     slot: dict[str, Any] = {
         "temperature": generator.choice([0.0, 0.6, 1.0, 1.0, 2.5, 1e-20]),
@@ -211,6 +231,17 @@ def test_filters_keep_same_tokens_as_reference(
 ) -> None:
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
     check_kept_tokens(Batch.random(len(kind), 301, 2, [FILTERS[kind]], spread), device, f"{kind}, {spread=}")
+
+
+def test_live_columns_get_the_tokens_that_they_get_among_all(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_tiles(monkeypatch, span=16, programs=6, chunk=64)
+    for seed in range(3):
+        generator = random.Random(seed)
+        batch = Batch.random(seed, 60, 4, [random_slot(generator, 60) for _ in range(4)])
+        counts = [generator.randint(0, 4) for _ in range(4)]
+        check_live_columns(batch, counts, 1 + seed, bool(seed % 2), device)
 
 
 def test_unlisted_tokens_count_toward_top_p_mass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
