@@ -72,9 +72,9 @@ an H100 with `python -m benchmarks.four_bit`."""
 
 
 HOPPER_PLANS: dict[tuple[int, int], tuple[tuple[int, Plan], ...]] = {}
-"""(most tokens, plan with `programs`) in rising order by (O, K): products of more than 8 tokens with integers without
-zero points that take less time by linear_hopper.py, as measured with `python -m benchmarks.four_bit --hopper`. None is
-measured yet."""
+"""(most tokens, plan with `programs`) in rising order by (O, K): products of more than 8 tokens with integers in groups
+of 128 without zero points that take less time by linear_hopper.py, as measured with `python -m benchmarks.four_bit
+--hopper`. None is measured yet."""
 
 
 def hopper_plan_for(num_outputs: int, depth: int, num_tokens: int) -> Plan | None:

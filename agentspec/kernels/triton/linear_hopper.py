@@ -135,11 +135,12 @@ def launch_product(
 
 
 def supports_four_bit(plan: Plan, x_NK: Tensor, weight_OK: Weight) -> bool:
-    """Whether `launch_four_bit` can compute a product by a plan with `programs`, on this device: with integers without
-    zero points."""
+    """Whether `launch_four_bit` can compute a product by a plan with `programs`, on this device: with integers in
+    groups of 128 without zero points."""
     if INTERPRETED or x_NK.dtype != torch.bfloat16 or not isinstance(weight_OK, FourBitTiles):
         return False
-    is_integer = weight_OK.form.kind == "int4" and not weight_OK.form.has_zeros
+    form = weight_OK.form
+    is_integer = form.kind == "int4" and form.group == SCALE_BLOCK and not form.has_zeros
     is_whole = weight_OK.shape[0] % plan.block_o == 0 and weight_OK.values.is_contiguous()
     return is_integer and is_whole and machine_of(x_NK.device).capability[0] == 9
 
@@ -160,6 +161,7 @@ def launch_four_bit(
     tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
     assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
     assert weight_OK.form.kind == "int4", f"{weight_OK.form}"
+    assert weight_OK.form.group == SCALE_BLOCK, f"{weight_OK.form}"
     assert not weight_OK.form.has_zeros, f"{weight_OK.form}"
     assert weight_OK.values.is_contiguous()
     assert weight_OK.scales.is_contiguous()

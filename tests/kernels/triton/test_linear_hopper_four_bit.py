@@ -118,12 +118,13 @@ def test_tokens_may_begin_anywhere(device: torch.device) -> None:
     check(run(plan(128, 16, 3), layer), layer.product, layer.note)
 
 
-def test_only_integers_without_zero_points_are_supported(device: torch.device) -> None:
+def test_only_integers_in_groups_of_128_without_zero_points_are_supported(device: torch.device) -> None:
     x = torch.zeros(16, 256, dtype=torch.bfloat16, device=device)
-    for form in FORMS:
+    for form in (*FORMS, FourBitForm(kind="int4", group=32)):
         weight = FourBitTiles.empty(form, (256, 256), device)
         is_supported = linear_hopper.supports_four_bit(plan(256, 16, 3), x, weight)
-        assert is_supported == (not INTERPRETED and form.kind == "int4" and not form.has_zeros)
+        is_taken = form.kind == "int4" and form.group == 128 and not form.has_zeros
+        assert is_supported == (is_taken and not INTERPRETED)
     odd = FourBitTiles.empty(FORM, (144, 256), device)
     assert not linear_hopper.supports_four_bit(plan(128, 16, 3), x, odd)
 
