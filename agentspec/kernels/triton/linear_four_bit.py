@@ -158,7 +158,7 @@ def _operands_of_words(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MM
             gl.convert_layout(first.reshape((SHARES, NUM_BLOCKS * 8, 32)), LAYOUT, assert_trivial=True),
             gl.convert_layout(second.reshape((SHARES, NUM_BLOCKS * 8, 32)), LAYOUT, assert_trivial=True),
         )
-    return operands[0], operands[2], operands[1], operands[3]
+    return operands[0], operands[2], operands[1], operands[3]  # type: ignore[misc]
 
 
 @gluon.jit
