@@ -20,7 +20,7 @@ from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
-from agentspec.models.tensors import parameter_shapes, quantized_schemes
+from agentspec.models.tensors import HEAD, parameter_shapes, quantized_schemes
 from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
 
 ROUTED = ".mlp.experts."
@@ -105,7 +105,7 @@ def step_bytes(
     return StepBytes(
         weights=weights,
         experts=round(chosen),
-        head=config.vocab_size // rank.count * head_row,
+        head=sizes.get(HEAD, config.vocab_size // rank.count * head_row),
         mtp=num_drafted * draft,
         draft_head=num_drafted
         * weight_bytes((-(-draft_vocab // rank.count), config.hidden_size), dtype, fp8=fp8_drafts),

@@ -133,6 +133,7 @@ def assemble(
         ranks = None
         if config.tensor_parallel > 1:
             rank_config(whole, Rank(0, config.tensor_parallel))  # refuses what can't be shared before anything starts
+            refuse_device(whole, device, Rank(0, config.tensor_parallel))
             ranks = Ranks(config, model_dir, rank_options)
             stack.push(partial(_close_after_error, ranks))
         beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="agentspec-tokenizer"))
@@ -196,7 +197,7 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
     dtype = dtype_of(config, device)
     fp8_pages = pages_in_fp8(config, dtype)
     text_config = resolved_config(model_dir, random_weights=config.random_weights)
-    refuse_device(text_config, device)
+    refuse_device(text_config, device, rank)
     spec = limited(model_spec(model_dir, text_config, dtype, rank, fp8_pages=fp8_pages), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
     settings = Settings.resolve(replace(config, max_running=max_running), spec, device)

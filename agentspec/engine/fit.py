@@ -182,6 +182,6 @@ def _draft_head(config: EngineConfig, spec: ModelSpec, parameters: Mapping[str, 
     size = draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)
     embedding_VH = parameters["model.embed_tokens.weight"].tensor
     head = parameters.get("lm_head.weight")
-    head_VH = embedding_VH if head is None else head.tensor
-    rows, ids_O = draft_rows(head_VH, embedding_VH if head is None else None, range(size), spec.num_real_tokens, None)
+    head_VH = kernels.Plain(embedding_VH) if head is None else head
+    rows, ids_O = draft_rows(head_VH, embedding_VH, range(size), spec.num_real_tokens, None, tied=head is None)
     return draft_head_bytes(in_fp8(rows) if fp8 else rows, ids_O, head_VH)

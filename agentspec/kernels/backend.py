@@ -150,8 +150,8 @@ class Backend(Protocol):
         """The final norm: [N, H]. Row n is also stored to hidden_RH[write_rows_N[n]], in place. Rows may repeat only
         at SCRATCH_ROW."""
 
-    def logits(self, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-        """float32 [N, V] scores; minus infinity from token `num_real` on."""
+    def logits(self, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
+        """float32 [N, V] scores; minus infinity from token `num_real` on. weight_VH: plain, or in 4 bits."""
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """int64 [N]: argmax of each row, lowest id on ties. logits_NV: float32."""

@@ -124,7 +124,10 @@ class FourBitTiles(FourBitParts):
         )
 
     def select_rows(self, ids_O: Tensor) -> FourBit:
-        return self.rows().select_rows(ids_O)
+        tile_O, row_O = ids_O // TILE_ROWS, ids_O % TILE_ROWS
+        picked = [part[tile_O, :, row_O].unsqueeze(2) if part is not None else None for part in self._parts[:3]]
+        of_rows = None if self.multipliers is None else self.multipliers[ids_O]
+        return self._made_of([*picked, of_rows]).rows()
 
     def _alike(self, other: Weight) -> FourBitTiles:
         if isinstance(other, FourBit):
@@ -163,14 +166,15 @@ def _untile_codes(words: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     """The inverse of `_tile_codes`."""
     *stack, num_tile_rows, num_tile_columns = words.shape[:-3]
     flat = words.reshape(-1, *words.shape[-4:])
-    codes = torch.zeros(len(flat), 8, num_tile_columns, 4, 4, 4, 2, dtype=torch.uint8, device=words.device)
+    tile_rows = words.shape[-3]
+    codes = torch.zeros(len(flat), tile_rows, num_tile_columns, 4, 4, 4, 2, dtype=torch.uint8, device=words.device)
     for pair, places in enumerate(bits):
         for odd in range(2):
             code = torch.zeros_like(flat)
             for bit, place in enumerate(places):
                 code |= (flat >> (place + 16 * odd) & 1) << bit
             codes[..., pair, odd] = code.permute(0, 2, 1, 4, 3)
-    return codes.view(*stack, num_tile_rows * 8, num_tile_columns * 128)
+    return codes.view(*stack, num_tile_rows * tile_rows, num_tile_columns * 128)
 
 
 def _tile_groups(groups: Tensor, form: FourBitForm) -> Tensor:

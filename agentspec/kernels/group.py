@@ -133,7 +133,7 @@ class _Grouped:
     ) -> Tensor:
         return self._add_partial(residual_NH, self._ops.expert_sum(residual_NH, norm, weights), next_norm)
 
-    def logits(self, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
+    def logits(self, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
         """weight_VH: this rank's rows, as many as every other's. num_real: of the whole vocabulary."""
         num_rows = weight_VH.shape[0]
         num_mine = min(max(num_real - self._group.rank * num_rows, 0), num_rows)

@@ -19,7 +19,7 @@ from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Scheme, StoredTensor, is_convertible
 from agentspec.models.shards import Shard
-from agentspec.models.tensors import Parameters, parameter_forms, quantized_schemes, refuse_part_blocks
+from agentspec.models.tensors import HEAD, Parameters, parameter_forms, quantized_schemes, refuse_part_blocks
 
 _SIDE = kernels.SCALE_BLOCK
 """Of a matrix that every scheme can store."""
@@ -85,6 +85,8 @@ def checkpoint_layout(config: TextConfig, present: set[str], num_ranks: int = 1)
     by_expert = roots_with_split_experts(present)
     parameters = parameter_forms(config, num_ranks)
     quantized = _without_plain_mtp(quantized_schemes(config), config, present)
+    if HEAD in quantized and _expanded(HEAD, parameters[HEAD].shape, config, present) is None:
+        del quantized[HEAD]  # plain although the config doesn't exclude it
     sources: dict[str, Source] = {}
     for name, parameter in parameters.items():
         shape, scheme = parameter.shape, quantized.get(name) or _expanded(name, parameter.shape, config, present)
@@ -122,7 +124,7 @@ def _beside_weight(scheme: Scheme) -> set[str]:
 
 
 def _expanded(name: str, shape: tuple[int, ...], config: TextConfig, present: set[str]) -> Scheme | None:
-    """The scheme of a parameter that is quantised in the checkpoint alone, and plain in memory: the head, or a
+    """The scheme of a parameter that is quantised in the checkpoint, and may be plain in memory: the head, or a
     projection that only other formats quantise. Config and tensors must both say so."""
     if config.quantization is None or config.quantization.is_official or len(shape) != 2 or is_convertible(name):
         return None

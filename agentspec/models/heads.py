@@ -29,31 +29,44 @@ def rows_of_tied_head(embedding_VH: Tensor, group: kernels.Group | None) -> Tens
 
 
 def draft_rows(
-    head_VH: Tensor, embedding_VH: Tensor | None, ids: Sequence[int], num_real: int, group: kernels.Group | None
+    head_VH: kernels.Weight,
+    embedding_VH: Tensor,
+    ids: Sequence[int],
+    num_real: int,
+    group: kernels.Group | None,
+    *,
+    tied: bool,
 ) -> tuple[kernels.Plain, Tensor | None]:
-    """A rank's rows of the draft head, and their tokens, int64 [O] (None: row o is token o). The rows are a view of the
-    target head if all real tokens are drafted.
+    """A rank's rows of the draft head, and their tokens, int64 [O] (None: row o is token o). The rows have the
+    embedding's dtype. They are a view of a plain target head if all real tokens are drafted.
 
-    head_VH: the rank's rows of the target head. embedding_VH: if the head is tied. ids: as in StepModel.limit_drafts.
-    With several ranks, all must call this with the same ids."""
-    device = head_VH.device
-    first = 0 if group is None else group.rank * len(head_VH)
-    last_first = 0 if group is None else (group.size - 1) * len(head_VH)
+    head_VH: the rank's rows of the target head. tied: they are the embedding's. ids: as in StepModel.limit_drafts. With
+    several ranks, all must call this with the same ids."""
+    device, num_rows, dtype = head_VH.device, head_VH.shape[0], embedding_VH.dtype
+    first = 0 if group is None else group.rank * num_rows
+    last_first = 0 if group is None else (group.size - 1) * num_rows
     if len(ids) == num_real > last_first:
-        num_mine = min(num_real - first, len(head_VH))
+        num_mine = min(num_real - first, num_rows)
         ids_O = None if group is None else torch.arange(first, first + num_mine, device=device)
-        return kernels.Plain(head_VH[:num_mine]), ids_O
+        if not head_VH.is_quantized:
+            return kernels.Plain(head_VH.tensor[:num_mine]), ids_O
+        return _plain_rows(head_VH, torch.arange(num_mine, device=device), dtype), ids_O
     mine = _share(len(ids), group)
     ids_O = torch.tensor(ids[mine], dtype=torch.int64, device=device)
-    if group is None or embedding_VH is not None:
+    if group is None or tied:
         # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
-        return kernels.Plain(head_VH if embedding_VH is None else embedding_VH).select_rows(ids_O), ids_O
-    return kernels.Plain(_gathered_rows(head_VH, ids, mine, group)), ids_O
+        return _plain_rows(kernels.Plain(embedding_VH) if tied else head_VH, ids_O, dtype), ids_O
+    return kernels.Plain(_gathered_rows(head_VH, ids, mine, group, dtype)), ids_O
 
 
-def draft_head_bytes(rows: kernels.Weight, ids_O: Tensor | None, head_VH: Tensor) -> int:
+def _plain_rows(head_VH: kernels.Weight, ids_O: Tensor, dtype: torch.dtype) -> kernels.Plain:
+    """Some rows of a head, whatever its form."""
+    return kernels.Plain(head_VH.select_rows(ids_O).dequantize(dtype))
+
+
+def draft_head_bytes(rows: kernels.Weight, ids_O: Tensor | None, head_VH: kernels.Weight) -> int:
     """Memory of a draft head besides the target head: its rows, where they aren't a view of it, and their tokens."""
-    is_view = rows.values.untyped_storage()._cdata == head_VH.untyped_storage()._cdata
+    is_view = rows.values.untyped_storage()._cdata == head_VH.values.untyped_storage()._cdata
     return (0 if is_view else rows.nbytes) + (0 if ids_O is None else ids_O.nbytes)
 
 
@@ -70,15 +83,17 @@ def _share(num_ids: int, group: kernels.Group | None) -> slice:
     return slice(first, min(first + each, num_ids))
 
 
-def _gathered_rows(head_VH: Tensor, ids: Sequence[int], mine: slice, group: kernels.Group) -> Tensor:
+def _gathered_rows(
+    head_VH: kernels.Weight, ids: Sequence[int], mine: slice, group: kernels.Group, dtype: torch.dtype
+) -> Tensor:
     """Rows `mine` of the ids' rows, [O, H]. Ranks show each other all rows, and each keeps its own."""
     (num_rows, hidden), device = head_VH.shape, head_VH.device
-    rows_OH = head_VH.new_empty(mine.stop - mine.start, hidden)
+    rows_OH = torch.empty(mine.stop - mine.start, hidden, dtype=dtype, device=device)
     size = max(1, GATHERED // hidden)
     for first in range(0, len(ids), size):
         ids_N = torch.tensor(ids[first : first + size], dtype=torch.int64, device=device)
-        shown_NH = head_VH[(ids_N - group.rank * num_rows).clamp(0, num_rows - 1)]
-        all_NSH = group.gather_columns(shown_NH.float()).view(len(ids_N), group.size, hidden)
+        shown = _plain_rows(head_VH, (ids_N - group.rank * num_rows).clamp(0, num_rows - 1), dtype)
+        all_NSH = group.gather_columns(shown.values.float()).view(len(ids_N), group.size, hidden)
         start, stop = max(mine.start, first), min(mine.stop, first + len(ids_N))
         if start < stop:
             place_N = torch.arange(start - first, stop - first, device=device)

@@ -114,17 +114,21 @@ class HybridModel(ABC):
         self._norm = kernels.Norm(weight=trunk.take_tensor("norm.weight"), eps=config.rms_norm_eps)
         self._tied, self._group = config.tied, None if group is None or group.size == 1 else group
         if config.tied:
-            self._head_VH = rows_of_tied_head(self._embedding_VH, self._group)
+            self._head_VH: kernels.Weight = kernels.Plain(rows_of_tied_head(self._embedding_VH, self._group))
         else:
-            self._head_VH = scope.take_tensor("lm_head.weight")
+            self._head_VH = scope.take("lm_head.weight")
         """This rank's rows of the target head."""
         self._mtp = None
         if config.has_mtp:
             self._mtp = MtpHead(config, ops, scope.under("mtp."), rope, fp8_pages=fp8_pages)
         self._pools: StatePools | None = None
-        self._draft_head_OH: kernels.Weight
-        self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))
+        self._draft_head_OH: kernels.Weight | None = None
+        self._draft_ids_O: Tensor | None = None
         """This rank's rows of the draft head, and the token of each; None: row o is token o."""
+        if (
+            not self._head_VH.is_quantized
+        ):  # otherwise its rows are a copy, which `limit_drafts` or the first draft makes
+            self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))
         scope.finish()
 
     @abstractmethod
@@ -205,10 +209,14 @@ class HybridModel(ABC):
         return draft_head_bytes(self._draft_head_OH, self._draft_ids_O, self._head_VH)
 
     def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Plain, Tensor | None]:
-        embedding_VH = self._embedding_VH if self._tied else None
-        return draft_rows(self._head_VH, embedding_VH, ids, self.spec.num_real_tokens, self._group)
+        return draft_rows(
+            self._head_VH, self._embedding_VH, ids, self.spec.num_real_tokens, self._group, tied=self._tied
+        )
 
     def draft_head(self, m: Tensor) -> Tensor:
+        if self._draft_head_OH is None:
+            self.limit_drafts(range(self.spec.num_real_tokens))
+        assert self._draft_head_OH is not None
         nearest_N = self._ops.draft_argmax(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
         return nearest_N.view(m.shape[:-1])
 

@@ -13,10 +13,10 @@ from agentspec.models import vocabulary
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
-from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
+from agentspec.models.shards import SINGLE_RANK, Rank, rank_config, shard_shape
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
 from agentspec.models.stored import describe
-from agentspec.models.tensors import parameter_shapes, quantized_schemes, random_parameters
+from agentspec.models.tensors import HEAD, parameter_forms, quantized_schemes, random_parameters
 from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec, Progress, no_progress
 
@@ -48,7 +48,7 @@ def load_model(
     Raises ConfigError if the ranks can't share the model, CheckpointError, or UnsupportedModelError that names the
     unsupported value."""
     config = resolved_config(path, random_weights=random_weights)
-    refuse_device(config, device)
+    refuse_device(config, device, rank)
     notes = [] if config.quantization is None else [*config.quantization.notes]
     if random_weights:
         parameters = random_parameters(config, device=device, dtype=dtype, seed=seed, rank=rank)
@@ -63,18 +63,21 @@ def load_model(
     return Qwen3_5Model(rank_config(config, rank), spec, parameters, **precision, group=group)
 
 
-def refuse_device(config: TextConfig, device: torch.device) -> None:
-    """Raise ConfigError for a checkpoint whose weights no kernel of the device takes."""
-    reason = why_cpu_only(config)
+def refuse_device(config: TextConfig, device: torch.device, rank: Rank = SINGLE_RANK) -> None:
+    """Raise ConfigError for a checkpoint whose weights, or a rank's parts of them, no kernel of the device takes, or
+    that the ranks can't share."""
+    rank_config(config, rank)
+    reason = why_cpu_only(config, rank)
     if reason is not None and device.type != "cpu":
         raise ConfigError("device", device.type, reason)
 
 
-def why_cpu_only(config: TextConfig) -> str | None:
-    """Why no GPU runs a checkpoint; None: GPUs do."""
-    shapes = parameter_shapes(config)
+def why_cpu_only(config: TextConfig, rank: Rank = SINGLE_RANK) -> str | None:
+    """Why no GPU runs a rank's part of a checkpoint, which the ranks can share; None: GPUs do."""
+    forms = parameter_forms(config, rank.count)
     for name, scheme in quantized_schemes(config).items():
-        reason = scheme.cpu_only(name, shapes[name])
+        shape = shard_shape(name, forms[name].shape, forms[name].shard, rank)
+        reason = None if name == HEAD else scheme.cpu_only(name, shape)  # a head can be expanded
         if reason is not None:
             return f"{reason} ({name}) run on the CPU reference only so far"
     return None

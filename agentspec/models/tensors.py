@@ -31,10 +31,15 @@ from agentspec.models.shards import (
     width_shard,
 )
 
+HEAD = "lm_head.weight"
+_HEAD_BITS = 4
+"""Of a quantised head that GPUs multiply as it is. Others are expanded while loading."""
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 """Modules with the same input, whose rows are multiplied as one matrix."""
 _RANDOM_SLICE = 2**26
 """Number of float32 values from which random quantised experts are made at a time."""
+_LARGE = 2**28
+"""Values of a matrix that is made in such pieces too: a head."""
 
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
@@ -65,7 +70,7 @@ def parameter_forms(config: TextConfig, num_ranks: int = 1) -> Parameters:
         found |= _layer(config, f"model.layers.{i}.", num_ranks, linear=layer_type == "linear_attention")
     found["model.norm.weight"] = Parameter((hidden,))
     if not config.tied:
-        found["lm_head.weight"] = _rows(hidden, (config.vocab_size, 1), what="rows")
+        found[HEAD] = _rows(hidden, (config.vocab_size, 1), what="rows")
     if config.has_mtp:
         found["mtp.fc.weight"] = Parameter((hidden, 2 * hidden))
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
@@ -173,7 +178,7 @@ def quantized_names(config: TextConfig) -> frozenset[str]:
 
 def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     """How the parameters are stored that are quantised in the checkpoint and in memory: every convertible one that the
-    config doesn't exclude.
+    config doesn't exclude, and a head in 4 bits, which a device may still expand (`holds_head`).
 
     Raises UnsupportedModelError for exclusions that split a matrix of _STACKED, for quantised packed projections, and
     for columns that aren't whole groups."""
@@ -184,6 +189,10 @@ def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     for parts in stacked_parts(shapes):
         refuse_unlike_parts({part: schemes[part] for part in parts})
     found = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    head = None if config.tied or config.quantization.is_official else config.quantization.scheme("lm_head")
+    if head is not None and head.bits == _HEAD_BITS:
+        found[HEAD] = head
+    shapes = parameter_shapes(config)
     for name, scheme in found.items():
         refuse_part_blocks(name, shapes[name], scheme)
     return found
@@ -306,7 +315,7 @@ def empty_parameter(
     scheme: of a quantised parameter; its form on the device is that of Scheme.empty. block_rows: as there, for the
     whole parameter."""
     shape, shard = shard_shape(name, parameter.shape, parameter.shard, rank), parameter.shard
-    if scheme is None:
+    if scheme is None or (name == HEAD and not holds_head(scheme, shape, device)):
         weight: kernels.Weight = kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))
     else:
         block_rows = math.gcd(block_rows, row_alignment(name, parameter.shape, shard, rank))
@@ -315,6 +324,11 @@ def empty_parameter(
         zeros = torch.zeros(shape, device=device)
         weight.fill((), kernels.Plain(zeros) if scheme is None else scheme.quantize(zeros))
     return weight
+
+
+def holds_head(scheme: Scheme, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether a device keeps a quantised head as it is. CPUs expand it: they would do so in each step."""
+    return device.type != "cpu" and scheme.cpu_only(HEAD, shape) is None
 
 
 def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -338,6 +352,8 @@ def _fill_quantized(scheme: Scheme, weight: kernels.Weight, generator: torch.Gen
     size."""
     shape = weight.shape
     num_matrices = max(1, _RANDOM_SLICE // (shape[-2] * shape[-1])) if len(shape) == 3 else shape[0]
+    if len(shape) == 2 and shape.numel() > _LARGE:
+        num_matrices = _RANDOM_SLICE // shape[1] // kernels.SCALE_BLOCK * kernels.SCALE_BLOCK  # rows
     for first in range(0, shape[0], num_matrices):
         part = slice(first, min(first + num_matrices, shape[0]))
         values = torch.empty((part.stop - first, *shape[1:]), dtype=torch.float32, device=weight.device)

@@ -126,7 +126,7 @@ OPERATIONS: dict[Kind, Callable[[Any, Layer], Tensor]] = {
     "norm_linear": lambda ops, layer: ops.norm_linear(layer.x, layer.norm, layer.weight),
     "norm_swiglu": lambda ops, layer: ops.norm_swiglu(layer.x, layer.norm, layer.weight),
     "add_linear": lambda ops, layer: ops.add_linear(layer.residual, layer.x, layer.weight),
-    "logits": lambda ops, layer: ops.logits(layer.x, layer.weight.values, len(layer.weight.values) - 7)[:, :-7],
+    "logits": lambda ops, layer: ops.logits(layer.x, layer.weight, len(layer.weight.values) - 7)[:, :-7],
 }
 TINY_LAYERS: list[Key] = [
     ("norm_linear", 776, 256),

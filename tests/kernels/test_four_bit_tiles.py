@@ -47,7 +47,7 @@ def test_tiles_stand_for_the_same_values(form: FourBitForm) -> None:
         assert torch.equal(tiles.dequantize(), weight.dequantize())
         assert torch.equal(tiles.dequantize(torch.bfloat16), weight.dequantize(torch.bfloat16))
         assert str(form) == tiles.form_name
-        ids_O = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))[:5]
+        ids_O = torch.randint(shape[0], (13,), generator=torch.Generator().manual_seed(seed))
         assert torch.equal(tiles.select_rows(ids_O).dequantize(), weight.dequantize()[ids_O])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from agentspec.models.hf_config import load_text_config, parse_text_config
 from agentspec.models.outline import parameters_of
 from agentspec.models.quantised.names import canonical_module, expression, spellings
 from agentspec.models.quantization import Quantization
-from agentspec.models.registry import load_model, resolved_config
+from agentspec.models.registry import load_model, resolved_config, why_cpu_only
+from agentspec.models.shards import Rank
 from agentspec.models.weights import Checkpoint
+from benchmarks import published
 from tests.fakes.checkpoints import config_json, rewrite, text_config
 from tests.fakes.four_bit import edit_quantization, gptq, nvfp4
 from tests.fakes.four_bit_layouts import (
@@ -606,6 +609,32 @@ def test_a_gpu_holds_weights_of_whole_tiles_in_tiles(layout: str, module: str, t
     assert f"model.layers.0.mlp.{module}" in tiles
     for weight in tiles.values():
         assert weight.nbytes == weight.form.empty(tuple(weight.shape), torch.device("meta")).nbytes
+
+
+@pytest.mark.parametrize("layout", ["gptq, the head too", "modelopt, mixed, both files"])
+def test_a_gpu_holds_a_head_in_4_bits_and_a_cpu_expands_it(layout: str, tmp_path: Path) -> None:
+    stored, _ = LAYOUTS[layout].write(tmp_path)
+    config = resolved_config(stored, random_weights=False)
+    assert isinstance(parameters_of(config, dtype=torch.bfloat16)["lm_head.weight"], FourBitTiles)
+    with Checkpoint(stored) as checkpoint:
+        loaded = checkpoint.load(config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert not loaded["lm_head.weight"].is_quantized
+
+
+def test_a_head_without_whole_tiles_is_expanded_on_a_gpu_too(tmp_path: Path) -> None:
+    stored, _ = LAYOUTS["gptq, the head too"].write(tmp_path)
+    config = dataclasses.replace(load_text_config(stored).with_mtp_layers(0), vocab_size=168)
+    assert not parameters_of(config, dtype=torch.bfloat16)["lm_head.weight"].is_quantized
+    assert why_cpu_only(config) is None
+
+
+def test_a_gpu_is_refused_where_parts_of_ranks_are_not_whole_tiles() -> None:
+    """A rank of eight has 64 of 512 columns, which are whole groups, but no tile."""
+    config = published.CONFIGS["35B-A3B-nvfp4"]
+    assert why_cpu_only(config, Rank(0, 4)) is None
+    reason = why_cpu_only(config, Rank(0, 8))
+    assert reason is not None
+    assert re.match(r"weights of \[256, 2048, 64\] in e2m1 in groups of 16 \(.*experts.down_proj\)", reason)
 
 
 def test_the_formats_differ_by_content_not_by_name(tmp_path: Path) -> None:

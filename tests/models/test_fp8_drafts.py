@@ -104,6 +104,6 @@ def test_draft_head_is_quantised_and_target_head_is_not(tied: bool, tmp_path: Pa
         plain.limit_drafts(ids)
         taken = model.limit_drafts(ids)
         assert taken == len(ids) * (width * 4 + (8 if len(ids) < num_tokens else 0))
-        best = torch.tensor(ids)[(hidden @ rounded(plain._head_VH[ids]).T).argmax(-1)]
+        best = torch.tensor(ids)[(hidden @ rounded(plain._head_VH.tensor[ids]).T).argmax(-1)]
         assert torch.equal(model.draft_head(hidden), best)
         assert torch.equal(model.logits(hidden), plain.logits(hidden))

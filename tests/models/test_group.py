@@ -173,7 +173,7 @@ def test_group_reduces_only_residual_outputs() -> None:
 
 def test_padding_of_each_rank_is_masked_before_scores_are_gathered() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, rows = torch.randn(3, 8, generator=generator), torch.randn(10, 8, generator=generator)
+    x, rows = torch.randn(3, 8, generator=generator), Plain(torch.randn(10, 8, generator=generator))
     for rank, num_mine in ((0, 10), (1, 10), (2, 3), (3, 0)):
         scores = within(Pretended(4, rank), reference).logits(x, rows, 23)
         assert torch.equal(scores, reference.logits(x, rows, num_mine).repeat(1, 4)), rank

@@ -75,8 +75,8 @@ def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tens
     return hidden_NH
 
 
-def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    scores_NV = torch_linear(x_NH, weight_VH).float()
+def logits(x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
+    scores_NV = linear(x_NH, weight_VH).float()
     scores_NV[:, num_real:] = -torch.inf
     return scores_NV
 

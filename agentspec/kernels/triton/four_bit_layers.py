@@ -140,6 +140,19 @@ def step_product(
     return out
 
 
+def four_bit_logits(x_NK: Tensor, weight_VK: FourBitTiles, num_real: int) -> Tensor:
+    """float32 x W^T of any number of tokens, [N, V]; minus infinity from row `num_real` of W on."""
+    (num_tokens, depth), num_rows = x_NK.shape, weight_VK.shape[0]
+    out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x_NK.device)
+    if not (INTERPRETED or x_NK.dtype == torch.bfloat16):
+        prompt_product(x_NK.float(), weight_VK, out)
+    elif num_tokens:
+        plan = plan_for(num_rows, depth, num_tokens, is_float=weight_VK.form.kind == "e2m1")
+        launch_product(plan, x_NK, weight_VK, out)
+    out[:, num_real:] = -torch.inf
+    return out
+
+
 def launch_product(
     plan: FourBitPlan,
     x_NK: Tensor,

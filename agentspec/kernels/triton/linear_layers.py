@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton.four_bit_layers import prompt_product, step_product, takes_step_product
+from agentspec.kernels.triton.four_bit_layers import four_bit_logits, prompt_product, step_product, takes_step_product
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
@@ -81,10 +81,12 @@ def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     )
 
 
-def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    plan = _plan("logits", x_NH, Plain(weight_VH))
+def logits(x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
+    if isinstance(weight_VH, FourBitTiles):
+        return four_bit_logits(x_NH, weight_VH, num_real)
+    plan = _plan("logits", x_NH, weight_VH)
     assert plan is not None, "logits need a plan: torch has no float32 product of 16-bit operands on every device"
-    return launch_logits(plan, x_NH, weight_VH, num_real)
+    return launch_logits(plan, x_NH, weight_VH.tensor, num_real)
 
 
 def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:

@@ -15,12 +15,20 @@ _FORMATS = ("int4", "int4 zeros", "int4 by 32", "int4 zeros by 32", "e2m1")
 
 
 def _case(
-    form: str, num_outputs: int, depth: int, num_tokens: int, *, is_swiglu: bool = False, target: int = HOPPER
+    form: str,
+    num_outputs: int,
+    depth: int,
+    num_tokens: int,
+    *,
+    is_swiglu: bool = False,
+    is_head: bool = False,
+    target: int = HOPPER,
 ) -> CompileCase:
     plan = four_bit_layers.plan_for(num_outputs, depth, num_tokens, is_float=form == "e2m1")
     is_float, is_split = form == "e2m1", plan.split > 1
     signature = {
         **dict.fromkeys(("out", "x"), "*bf16"),
+        **({"out": "*fp32"} if is_head else {}),
         **dict.fromkeys(("out_stride", "x_stride", "num_tokens", "num_outputs"), "i32"),
         "words": "*i32",
         "scales": "*u8" if is_float else "*bf16",
@@ -28,7 +36,7 @@ def _case(
     optional = {
         "zeros": "*u8" if "zeros" in form else None,
         "multipliers": "*fp32" if is_float else None,
-        "residual": None if is_swiglu else "*bf16",
+        "residual": None if is_swiglu or is_head else "*bf16",
         "partial": "*fp32" if is_split else None,
         "arrivals": "*i32" if is_split else None,
     }
@@ -192,6 +200,8 @@ CASES = [
     ),
     *(_case("int4", *size, 4) for size in ((16384, 5120), (5120, 6144), (12288, 2560), (2560, 9216))),
     _case("int4", 18432, 2560, 4, is_swiglu=True),
+    _case("e2m1", 248320, 2048, 4, is_head=True),
+    _case("e2m1", 248320, 5120, 32, is_head=True),
     *map(_expand, _FORMATS),
     *(
         case

@@ -118,6 +118,23 @@ def test_layers_match_reference(
         assert_near(ours, theirs.double(), name)
 
 
+@pytest.mark.parametrize("form", FORMS[1:4], ids=str)
+def test_scores_of_a_head_match_reference(
+    form: FourBitForm, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, and minus infinity for padding; with weights as they are decoded, and expanded."""
+    x, weight = operands(form, 5, (48, 256), 6, device)
+    expected = x.double() @ weight.dequantize(torch.float64).t()
+    for decoded in (True, False):
+        monkeypatch.setattr(four_bit_layers, "INTERPRETED", decoded and INTERPRETED)
+        scores = linear_layers.logits(x if decoded else x.float(), weight, 37)
+        assert scores.dtype == torch.float32
+        assert torch.isneginf(scores[:, 37:]).all()
+        # Inputs are in 16 bits, sums and scores are not.
+        assert_near(scores[:, :37], expected[:, :37], decoded, 1e-5)
+    assert linear_layers.logits(x[:0], weight, 37).shape == (0, 48)
+
+
 def test_every_plan_divides_its_weight() -> None:
     for num_outputs in (16, 48, 512, 2560, 5120, 16384, 34816):
         for depth in (128, 256, 384, 512, 2560, 5120, 17408):

@@ -163,7 +163,7 @@ def test_unmeasured_shapes_match_reference(device: torch.device) -> None:
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
     layer.check(ours.add_linear(residual.clone(), x, weight), reference.add_linear(residual, x, weight))
     assert torch.equal(ours.draft_argmax(x, weight, None), reference.draft_argmax(x, weight, None))
-    assert torch.isneginf(ours.logits(x, weight.values, 90)[:, 90:]).all()
+    assert torch.isneginf(ours.logits(x, weight, 90)[:, 90:]).all()
 
 
 def test_batch_above_plan_limit_matches_reference(device: torch.device) -> None:
@@ -176,7 +176,7 @@ def test_batch_above_plan_limit_matches_reference(device: torch.device) -> None:
     layer.check(ours.norm_linear(x, norm, weight), reference.norm_linear(x, norm, weight))
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
     layer.check(ours.add_linear(residual.clone(), x, weight), reference.add_linear(residual, x, weight))
-    scores = ours.logits(x, weight.values, 30)
+    scores = ours.logits(x, weight, 30)
     assert torch.isneginf(scores[:, 30:]).all()
     layer.check(scores[:, :30], reference.linear(x, weight)[:, :30])
     assert torch.equal(ours.draft_argmax(x, weight, None), reference.draft_argmax(x, weight, None)), layer.text
@@ -187,7 +187,7 @@ def test_zero_tokens_return_empty_results(device: torch.device) -> None:
     none = layer.x[:0]
     assert ours.linear(none, layer.weight).shape == (0, 32)
     assert ours.norm_swiglu(none, layer.norm, layer.weight).shape == (0, 16)
-    assert ours.logits(none, layer.weight.values, 30).shape == (0, 32)
+    assert ours.logits(none, layer.weight, 30).shape == (0, 32)
     assert ours.draft_argmax(none, layer.weight, None).shape == (0,)
 
 
