@@ -105,8 +105,8 @@ def _is_hopper(device: torch.device) -> bool:
 def plan_for(num_pairs: int, num_experts: int, form: FourBitForm) -> PromptPlan:
     """A tile should have the mean expert's tokens."""
     usual = triton.cdiv(num_pairs, num_experts)
-    # With both, 128 tokens need more registers than there are.
-    most = 64 if form.has_zeros and form.group == 32 else 128
+    # With so many scales, 128 tokens need more registers than there are.
+    most = 64 if form.group == 32 else 128
     return PromptPlan(block_m=32 if usual <= 20 else 64 if usual <= 80 else most, warps=_WARPS)
 
 
