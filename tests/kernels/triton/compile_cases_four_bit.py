@@ -162,7 +162,7 @@ def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, 
         constexprs=constexprs,
         num_warps=warps,
         multiples_of_16=("x_stride", "num_outputs"),
-        stack_bytes=(96 if "by 32" in form else 32) if block_m == 128 else 0,  # none with Triton 3.6
+        stack_bytes=32 if block_m == 128 else 0,  # none with Triton 3.6
         instructions=("wgmma.mma_async", "ld.global.v4", "cp.async.cg.shared"),
     )
 
