@@ -124,10 +124,10 @@ CASES = [
     # With Triton 3.9, from one tile to the next.
     *four_bit_layer("27B ffn in", 64, stack_bytes=56),
     *four_bit_layer("27B ffn out", 32),
-    *layer("ffn in", 16),
-    *layer("ffn out", 16),
+    *layer("ffn in", 16, stack_bytes=32),
+    *layer("ffn out", 16, stack_bytes=32),
     *layer("delta in", 32),
-    *layer("ffn in", 32),
+    *layer("ffn in", 32, stack_bytes=32),
     *layer("ffn out", 32),
     # With Triton 3.6 addresses of the extra rows' results are kept in local memory, from one tile to the next.
     *layer("delta in", 64, stack_bytes=152),
