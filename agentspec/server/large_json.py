@@ -23,6 +23,8 @@ LARGE_BYTES = 2**20
 """A body up to this size is decoded within 50 ms, whatever it contains."""
 SLICE_BYTES = 2**18
 """Bytes that are decoded at once."""
+VALUE_BYTES = 64
+"""What a value that is decoded by itself costs beside its bytes, in bytes."""
 
 _MAX_LEVELS = 8
 """Values further inside are decoded whole. Finding the values of an object or array takes one look at all its bytes,
@@ -81,7 +83,7 @@ class _Decoding:
         self._id_fields = id_fields
         self._num_values = num_values
         self._spent = 0
-        """Bytes decoded since others could run."""
+        """Cost of what was decoded since others could run."""
 
     async def decode(self, body: bytes | bytearray) -> Any:
         return await self._value(_trimmed(body), 0, takes_array=False)
@@ -160,10 +162,11 @@ class _Decoding:
         return text
 
     async def _slice(self, raw: memoryview | bytes) -> Any:
-        if self._spent + len(raw) > SLICE_BYTES:
+        cost = len(raw) + VALUE_BYTES
+        if self._spent + cost > SLICE_BYTES:
             self._spent = 0
             await asyncio.sleep(0)
-        self._spent += len(raw)
+        self._spent += cost
         return msgspec.json.decode(raw)
 
 
