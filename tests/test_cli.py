@@ -299,7 +299,8 @@ class Loaded:
     ],
 )
 def test_exit_codes_of_serve(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
+    command = Loaded(result)
+    remote = SimpleNamespace(EngineProcess=lambda options: nullcontext("its process"), engine_options=lambda config: ())
     text = SimpleNamespace(text_process=lambda seconds: nullcontext(f"{seconds:g} seconds for texts"))
     modules = {
         "agentspec.commands.serve": command,

@@ -19,7 +19,8 @@ class Ran:
 
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
-        self.EngineProcess = nullcontext
+        self.EngineProcess = lambda options: nullcontext()
+        self.engine_options = lambda config: ()
         self.text_process = lambda seconds: nullcontext()
 
     def run(self, *arguments: Any) -> int:
