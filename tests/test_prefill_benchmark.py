@@ -204,9 +204,9 @@ def test_a_computed_context_is_computed(model: PrefilledModel, prefills: list[tu
 
 def test_a_context_that_does_not_fit_has_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_engine, "SPARE_CHECKPOINTS", 0)
-    monkeypatch.setattr(prefill_engine, "SESSION_CHECKPOINTS", 0)
+    room = replace(SMALL, rows_a_slot=prefill_engine.NUM_DRAFTS + 3)
     with pytest.raises(NoFigureError, match="no row for a checkpoint behind 192 tokens"):
-        PromptEngine(model, CPU, SMALL).cache_context([5] * 200, compute=False)
+        PromptEngine(model, CPU, room).cache_context([5] * 200, compute=False)
 
 
 def test_an_answer_is_timed_from_its_submission(model: PrefilledModel) -> None:
