@@ -43,6 +43,8 @@ _GRACE_SHARE = 0.5
 ends."""
 _GRACE_SECONDS = (0.1, 5.0)
 """Least and most grace."""
+_AHEAD_SHARE = 0.1
+"""With a share of 1, by how much of the same times a request goes ahead before 2 F: several may be late at once."""
 _TIMINGS = 64
 """How many turns and passes count as recent."""
 _RATE_TOKENS = 65_536
@@ -171,7 +173,7 @@ class FairShare:
             return []  # no request has ended, so a request's time is unknown
         least, most = _GRACE_SECONDS
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
-        grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else least
+        grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else -_AHEAD_SHARE * lately
         answer_seconds = self._answer_seconds
         found: list[tuple[int, float, str]] = []
         for owner in self._owners.values():
