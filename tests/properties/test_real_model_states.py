@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentspec.engine.in_process import Engine
 from agentspec.kernels import PrefillBatch
+from agentspec.kernels.reference.live import live_rows
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic
 from agentspec.models.protocol import VerifyBatch
@@ -95,7 +96,8 @@ class CallSpy:
 
     def __init__(self, model: Any, executor: Any) -> None:
         self.windows: list[tuple[int, int]] = []
-        """(slots, columns) of each verify, and of the windows of each ride."""
+        """(slots, columns) of each verify, and of the windows of each ride: of slots with live columns where the device
+        chooses those."""
         self.chunk_writes: list[int] = []
         """Number of state writes of each chunk."""
         self.beside_chunks: list[tuple[int, bool]] = []
@@ -131,6 +133,8 @@ class CallSpy:
 
     def _count_windows(self, batch: VerifyBatch) -> None:
         num_slots, num_columns = batch.tokens_BT.shape
+        if batch.live is not None:
+            num_slots = len(list(live_rows(batch.live)))
         self.windows.append((num_slots, num_columns))
         if batch.ring is not None:
             self.num_folds += int((batch.ring.fold_row_B != SCRATCH_ROW).sum())

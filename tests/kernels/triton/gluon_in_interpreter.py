@@ -112,7 +112,8 @@ class _Machine:
         self.under_way: list[_Product] = []
         self.waited_for: set[_Buffer] = set()
         self.gathered: list[tuple[_Buffer, Any]] = []
-        self.dot = tl.dot
+        # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
+        self.dot = lambda a, b: tl.dot(a, b)
 
     def barrier(self) -> None:
         for buffer in self.waited_for:
