@@ -40,5 +40,8 @@ def test_no_request_waits_beyond_the_bound_with_fair_cost_1(agents: RecordedFile
 
 def test_recomputed_share_follows_the_fair_cost(agents: RecordedFile) -> None:
     runs = [run(agents, model_costs("27b-fp8"), LANES, 4, fair_cost=share) for share in (0.05, 0.2, 1.0)]
-    assert runs[-1].excess < min(found.excess for found in runs[:-1])
+    assert [found.hit_share for found in runs] == sorted((found.hit_share for found in runs), reverse=True)
     assert [found.wall for found in runs] == sorted(found.wall for found in runs)
+    assert [found.num_late for found in runs] == sorted((found.num_late for found in runs), reverse=True)
+    # The longest of all waits is one request's: it follows the share over its whole range only.
+    assert runs[-1].excess < min(found.excess for found in runs[:-1])
