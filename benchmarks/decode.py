@@ -17,14 +17,11 @@ with the reason.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import itertools
 import json
 import platform
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +31,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from agentspec.mtp.draft_vocab import draft_vocab_size
+from benchmarks import shared_model
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.block_checks import check_blocks, wants_block_checks
 from benchmarks.case_runs import CaseRun
@@ -44,7 +42,7 @@ from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
 from benchmarks.published import CONFIGS, KV_DTYPES, MANY_GPUS, PrefilledModel
 from benchmarks.running_engine import Case, let_go, missing_bytes
-from benchmarks.shared_model import ALONE, SharedModel, end, join, run_ranks, with_count
+from benchmarks.shared_model import ALONE, SharedModel
 
 CONTEXTS = (2_048, 32_768, 131_072)
 BATCHES = (1, 8, 32)
@@ -245,11 +243,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time"
     )
-    parser.add_argument(
-        "--tensor-parallel", nargs="+", type=int, default=[1], help="GPUs that share each model; several: in turns"
-    )
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    shared_model.add_flags(parser)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures here, after every case")
     return parser.parse_args()
@@ -257,50 +251,26 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    if options.tensor_parallel != [1] and options.rank is None:
-        return compare_counts(options)
-    status = 1
-    try:
-        status = measure(options)
-    except BaseException:
-        if options.rank is None:
-            raise
-        traceback.print_exc()
-    if options.rank is not None:
-        end(status)
-    return status
-
-
-def compare_counts(options: argparse.Namespace) -> int:
-    """Measure with each number of GPUs in processes of their own, and print how the steps compare."""
-    if options.device != "cuda":
-        sys.exit("--tensor-parallel: the benchmark's ranks are GPUs; tests/test_ranks.py runs ranks on a CPU")
-    if "auto" in (options.k or ()):
+    if options.tensor_parallel != [1] and "auto" in (options.k or ()):
         sys.exit("--k auto: each rank would choose by its own clock")
-    arguments, files, status = sys.argv[1:], {}, 0
-    with tempfile.TemporaryDirectory() as directory:
-        for count in options.tensor_parallel:
-            if count > torch.cuda.device_count():
-                print(f"skipped: {count} ranks need {count} GPUs, torch sees {torch.cuda.device_count()}", flush=True)
-                continue
-            files[count] = with_count(options.json or Path(directory, "decode.json"), count)
-            if count > 1:
-                print(f"checked: {check_small_model(options.device, num_ranks=count)}", flush=True)
-                torch.cuda.empty_cache()
-            given = [*arguments, "--tensor-parallel", str(count), "--json", str(files[count])]
-            try:
-                run_ranks("benchmarks.decode", given, count, patience=options.max_seconds + 120)
-            except SystemExit as error:  # the other counts are still worth measuring
-                print(error, flush=True)
-                status = 1
-        step_ms = {count: step_ms_of(path) for count, path in files.items() if path.exists()}
+    return shared_model.run(
+        "benchmarks.decode",
+        options,
+        measure,
+        compare,
+        check=lambda count: check_small_model(options.device, num_ranks=count),
+    )
+
+
+def compare(files: dict[int, Path]) -> None:
+    """Print how the steps of each number of GPUs compare with those of the fewest."""
+    step_ms = {count: step_ms_of(path) for count, path in files.items()}
     fewest = min(step_ms, default=0)
     for count, timings in sorted(step_ms.items()):
         for case, milliseconds in timings.items():
             alone = step_ms[fewest].get(case)
             share = "" if alone is None else f", {milliseconds / alone:.3f} of the step on {fewest}"
             print(f"{case}, {count} GPUs: {milliseconds:.3f} ms a step{share}")
-    return status
 
 
 def step_ms_of(path: Path) -> dict[str, float]:
@@ -317,18 +287,12 @@ def measure(options: argparse.Namespace) -> int:
     if options.overlap and all(CONFIGS[case.model].moe is None for case in cases):
         sys.exit("--overlap: none of these models has experts")
     began = time.perf_counter()
-    (count,) = options.tensor_parallel
-    shared, device = ALONE, torch.device(options.device)
-    if options.rank is not None:
-        device = torch.device(options.device, options.rank)
-        torch.cuda.set_device(device)
-        faulthandler.dump_traceback_later(options.max_seconds + 100, exit=True)
-    if count > 1:
-        shared = join(options.rank, count, options.meeting, device)
+    shared, device = shared_model.of_options(options)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
-    checks = [check_small_model(options.device)] if count == 1 else []
-    print("\n".join(f"checked: {check}" for check in checks), flush=True)
+    checks = [check_small_model(options.device)] if shared.rank.count == 1 else []
+    for check in checks:
+        print(f"checked: {check}", flush=True)
     bandwidth = measure_bandwidth(device)
     report = Report(
         machine=f"{name}, torch {torch.__version__}",

@@ -15,6 +15,10 @@ Weights are random, the cached contexts of single prompts are random instead of 
 forced rate; the output says so. benchmarks/prefill_floor.py defines the floor, which uses a matmul rate and a read
 bandwidth measured in the same run.
 
+With --tensor-parallel N, N processes on N GPUs share each model (shared_model.py); figures are the first one's, and the
+floor is a GPU's part, without the sums over ranks. Several N are measured one after the other. Not with pace: beside
+streams each rank would plan by its own clock.
+
 Checks run first; without them there are no figures. A case that doesn't fit or wasn't reached stays in the report, with
 the reason.
 """
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import platform
 import sys
 import time
@@ -33,7 +38,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from agentspec.types import ModelSpec
+from benchmarks import shared_model
 from benchmarks.block_checks import check_blocks, wants_block_checks
+from benchmarks.decode_checks import check_small_model
 from benchmarks.prefill_cases import PaceCase, PromptCase, SessionCase, Shape, run_pace, run_session, time_prompts
 from benchmarks.prefill_checks import check_cached_turns, check_resume_points
 from benchmarks.prefill_engine import NoFigureError, PromptEngine, Room
@@ -43,6 +50,7 @@ from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import Entry, Figures, Report
 from benchmarks.published import CONFIGS, KV_DTYPES, PrefilledModel, make_model
 from benchmarks.running_engine import let_go, missing_for_weights
+from benchmarks.shared_model import ALONE, SharedModel
 
 Case = PromptCase | SessionCase | PaceCase
 
@@ -86,30 +94,39 @@ class Run:
         deadline: float,
         save: Callable[[Report], None],
         fp8_pages: bool = False,
+        shared: SharedModel = ALONE,
     ) -> None:
-        """deadline: on time.perf_counter's clock; no case starts after it. fp8_pages: as in published.make_model."""
+        """deadline: on time.perf_counter's clock; no case starts after it. fp8_pages: as in published.make_model.
+        shared: the ranks that share every model, and agree on which cases they measure."""
         self._report = report
         self._device = device
         self._repeats = repeats
         self._deadline = deadline
         self._save = save
         self._fp8_pages = fp8_pages
+        self._shared = shared
+
+    @property
+    def _time_is_up(self) -> bool:
+        return self._shared.of_first(time.perf_counter() > self._deadline) > 0
 
     def measure(self, name: str, cases: Sequence[Case]) -> None:
         """Raises CheckFailedError when a prompt after a cached prefix gives a wrong result."""
-        if time.perf_counter() > self._deadline:
+        if self._time_is_up:
             self._miss(name, cases, "the time was up")
             return
         config = CONFIGS[name]
         let_go()  # free the previous model's memory
-        missing = missing_for_weights(config, self._device, fp8_drafts=True)
+        rank = self._shared.rank
+        missing = self._shared.largest(missing_for_weights(config, self._device, fp8_drafts=True, rank=rank))
         if missing > 0:
             self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
             return
-        if wants_block_checks(config):
-            self._check(check_blocks(name, config, self._device))
-        self._check(check_resume_points(name, config, self._device))
-        model = load(name, self._device, fp8_pages=self._fp8_pages)
+        if rank.count == 1:
+            if wants_block_checks(config):
+                self._check(check_blocks(name, config, self._device))
+            self._check(check_resume_points(name, config, self._device))
+        model = load(name, self._device, fp8_pages=self._fp8_pages, shared=self._shared)
         together = [case for case in cases if not isinstance(case, PaceCase)]
         if together:
             room = together[0].room
@@ -127,7 +144,7 @@ class Run:
     def _measure_all(self, model: PrefilledModel, room: Room, cases: Sequence[Case]) -> None:
         """Measure on a separate engine, which is freed afterwards."""
         name = model.spec.name
-        missing = missing_bytes(room, model.spec, self._device)
+        missing = self._shared.largest(missing_bytes(room, model.spec, self._device))
         if missing > 0:
             self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
             return
@@ -138,12 +155,14 @@ class Run:
         for number, case in enumerate(cases):
             entry = Entry(model=name, what=str(case))
             try:
-                if time.perf_counter() > self._deadline:
+                if self._time_is_up:
                     raise NoFigureError("the time was up")
                 entry.figures = self._figures(engine, case)
             except NoFigureError as error:
                 entry.note = str(error)
             except torch.OutOfMemoryError as error:  # out of memory during a launch: this engine is unusable now
+                if self._shared.rank.count > 1:
+                    raise  # the other ranks would wait for this one
                 self._miss(name, cases[number:], f"out of memory: {error}".partition("\n")[0])
                 break
             self._enter(entry)
@@ -153,7 +172,8 @@ class Run:
     def _figures(self, engine: PromptEngine, case: Case) -> Figures:
         if isinstance(case, PaceCase):
             return run_pace(engine, case)
-        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model, fp8_pages=self._fp8_pages)
+        ranks = self._shared.rank.count
+        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model, fp8_pages=self._fp8_pages, ranks=ranks)
         if isinstance(case, SessionCase):
             return run_session(engine, case, shape, self._report.rates)
         return time_prompts(engine, case, shape, self._report.rates, repeats=self._repeats)
@@ -164,14 +184,15 @@ class Run:
 
     def _enter(self, entry: Entry) -> None:
         self._report.entries.append(entry)
-        self._save(self._report)
-        print("\n".join(self._report.lines(entry)), flush=True)
+        if self._shared.is_first:
+            self._save(self._report)
+            print("\n".join(self._report.lines(entry)), flush=True)
 
 
-def load(name: str, device: torch.device, *, fp8_pages: bool = False) -> PrefilledModel:
+def load(name: str, device: torch.device, *, fp8_pages: bool = False, shared: SharedModel = ALONE) -> PrefilledModel:
     """Make a model without pools, after freeing the previous one."""
     gc.collect()
-    model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16, fp8_pages=fp8_pages)
+    model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16, fp8_pages=fp8_pages, shared=shared)
     let_go(model)
     return model
 
@@ -211,17 +232,21 @@ def arguments() -> argparse.Namespace:
         "--repeats", type=int, default=5, help="measured prompts behind each figure; it is their median"
     )
     parser.add_argument("--max-seconds", type=float, default=330.0, help="begin no case after so long")
+    shared_model.add_flags(parser)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures here, after every case")
     return parser.parse_args()
 
 
-def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]], device: torch.device) -> Report:
+def measure_all(
+    options: argparse.Namespace, work: Mapping[str, Sequence[Case]], device: torch.device, shared: SharedModel
+) -> Report:
     """Run the checks, then every case of every model."""
     began = time.perf_counter()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    checks = [check_cached_turns(options.device)]
-    print(f"checked: {checks[0]}", flush=True)
+    checks = [check_cached_turns(options.device)] if shared.rank.count == 1 else []
+    for check in checks:
+        print(f"checked: {check}", flush=True)
     report = Report(
         machine=f"{name}, torch {torch.__version__}",
         command=" ".join(["python -m benchmarks.prefill", *sys.argv[1:]]),
@@ -231,7 +256,7 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
 
     def save(report: Report) -> None:
         report.seconds = time.perf_counter() - began
-        if options.json is not None:
+        if options.json is not None and shared.is_first:
             options.json.write_text(report.as_json(), encoding="utf-8")
 
     run = Run(
@@ -241,6 +266,7 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
         deadline=began + options.max_seconds,
         save=save,
         fp8_pages=options.kv_dtype == "fp8",
+        shared=shared,
     )
     for model, cases in work.items():
         run.measure(model, cases)
@@ -260,18 +286,64 @@ def profile_all(work: Mapping[str, Sequence[Case]], device: torch.device) -> Non
 
 def main() -> int:
     options = arguments()
-    device = torch.device(options.device)
+    if options.tensor_parallel != [1]:
+        if any(part in EXTRA_PARTS for part in options.parts or ()):
+            sys.exit("--tensor-parallel: profile and peers are of one GPU")
+        cases = [case for model in chosen_models(options) for case in chosen_cases(options, model)]
+        if any(isinstance(case, PaceCase) for case in cases):
+            sys.exit("--tensor-parallel: beside streams (pace) each rank would plan by its own clock")
+    return shared_model.run(
+        "benchmarks.prefill",
+        options,
+        measure,
+        compare,
+        check=lambda count: check_small_model(options.device, num_ranks=count),
+    )
+
+
+def chosen_models(options: argparse.Namespace) -> Sequence[str]:
+    is_extra_only = options.parts and all(part in EXTRA_PARTS for part in options.parts)
+    return options.models or (MODELS[:1] if is_extra_only else MODELS)
+
+
+def measure(options: argparse.Namespace) -> int:
+    shared, device = shared_model.of_options(options)
     extra = [part for part in options.parts or () if part in EXTRA_PARTS]
-    models = options.models or (MODELS[:1] if extra else MODELS)
+    models = chosen_models(options)
     work = {model: chosen_cases(options, model) for model in models}
     if any(work.values()):
-        print(measure_all(options, work, device).markdown(), flush=True)
+        report = measure_all(options, work, device, shared)
+        shared.meet()
+        if shared.is_first:
+            print(report.markdown(), flush=True)
     if "peers" in extra:
         for model in models:
             print(f"\n{compare_kernels(model, CONFIGS[model], device)}", flush=True)
     if "profile" in extra:
         profile_all(work, device)
     return 0
+
+
+def compare(files: dict[int, Path]) -> None:
+    """Print how the first tokens' times of each number of GPUs compare with those of the fewest."""
+    first_token_s = {count: first_token_s_of(path) for count, path in files.items()}
+    fewest = min(first_token_s, default=0)
+    for count, times in sorted(first_token_s.items()):
+        for case, seconds in times.items():
+            alone = first_token_s[fewest].get(case)
+            ratio = "" if alone is None else f", {alone / seconds:.3f} times as fast as on {fewest}"
+            print(f"{case}, {count} GPUs: {seconds * 1e3:.2f} ms to the first token{ratio}")
+
+
+def first_token_s_of(path: Path) -> dict[str, float]:
+    """Median seconds to the first token of every measured prompt of a file, and of the later turns of every session, by
+    the model and the case."""
+    found = {}
+    for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
+        if (figures := entry["figures"]) is not None:
+            seconds = figures["median_s"] if "median_s" in figures else figures["later_first_token_s"]
+            found[f"{entry['model']}, {entry['what']}"] = float(seconds)
+    return found
 
 
 if __name__ == "__main__":

@@ -46,11 +46,19 @@ class Shape:
     draft_vocab: int
     fp8_drafts: bool = False
     fp8_pages: bool = False
+    ranks: int = 1
+    """GPUs that share its operations."""
 
     @classmethod
-    def of(cls, config: TextConfig, model: StepModel, *, fp8_pages: bool = False) -> Shape:
+    def of(cls, config: TextConfig, model: StepModel, *, fp8_pages: bool = False, ranks: int = 1) -> Shape:
         draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
-        return cls(config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts, fp8_pages=fp8_pages)
+        return cls(
+            config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts, fp8_pages=fp8_pages, ranks=ranks
+        )
+
+    def floor_s(self, count: int, start: int, rates: Rates) -> float:
+        """Seconds of `operations` at the measured rates of each GPU."""
+        return seconds_of(self.operations(count, start), rates) / self.ranks
 
     def operations(self, count: int, start: int) -> list[Operation]:
         """The floor of a prompt's new tokens after a context, until the first token."""
@@ -136,9 +144,12 @@ def time_prompts(engine: PromptEngine, case: PromptCase, shape: Shape, rates: Ra
         if round_number >= WARM_UPS:
             seconds.append(answer.first_token_s)
     ops = shape.operations(case.count, case.context)
-    arithmetic_s = arithmetic_seconds_of(ops, rates)
     return PromptFigures(
-        case=case, seconds=seconds, flops=flops_by_kind(ops), arithmetic_s=arithmetic_s, floor_s=seconds_of(ops, rates)
+        case=case,
+        seconds=seconds,
+        flops=flops_by_kind(ops),
+        arithmetic_s=arithmetic_seconds_of(ops, rates) / shape.ranks,
+        floor_s=shape.floor_s(case.count, case.context, rates),
     )
 
 
@@ -218,7 +229,7 @@ def run_session(engine: PromptEngine, case: SessionCase, shape: Shape, rates: Ra
             prompt=len(prompt),
             cached=answer.cached_tokens,
             first_token_s=answer.first_token_s,
-            floor_s=seconds_of(shape.operations(len(prompt) - start, start), rates),
+            floor_s=shape.floor_s(len(prompt) - start, start, rates),
             decode_tokens_per_second=(len(answer.token_ids) - 1) / gaps if gaps else math.nan,
         )
         turns.append(figures)

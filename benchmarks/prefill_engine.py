@@ -22,7 +22,7 @@ from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
 from agentspec.types import MOST_RIDERS, Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from benchmarks.published import PrefilledModel
-from benchmarks.running_engine import acceptance_rate
+from benchmarks.running_engine import acceptance_rate, kernels_of_ranks
 
 NUM_DRAFTS = 3
 EMITTED = 3.39
@@ -114,6 +114,7 @@ class PromptEngine:
     ) -> None:
         """pace: None: the engine's own."""
         config = EngineConfig(
+            tensor_parallel=model.shared.rank.count,
             draft_tokens=NUM_DRAFTS,
             force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,
             max_running=room.max_running,
@@ -122,10 +123,12 @@ class PromptEngine:
             session_hold_seconds=0.0,
         )
         model.computes_prompts = True  # for the graphs
+        memory = room.memory(model.spec)
         began = time.perf_counter()
-        parts = build(
-            model, config=config, memory=room.memory(model.spec), device=device, pace=pace, most_riders=most_riders
-        )
+        with kernels_of_ranks(config, model, memory, device) as ahead:
+            parts = build(
+                model, config=config, memory=memory, device=device, ahead=ahead, pace=pace, most_riders=most_riders
+            )
         self.start_seconds = time.perf_counter() - began
         self.graphs = parts.graphs
         self.cache = parts.cache

@@ -224,18 +224,18 @@ def kernels_ahead(
 
 
 @contextmanager
-def _kernels_of_ranks(
-    case: Case, config: EngineConfig, model: PrefilledModel, memory: MemoryPlan, device: torch.device
+def kernels_of_ranks(
+    config: EngineConfig, model: PrefilledModel, memory: MemoryPlan, device: torch.device
 ) -> Iterator[KernelsAhead | None]:
     """`kernels_ahead` of a model that several ranks may share: the first one compiles for all, before any of them
     builds an engine."""
     if model.shared.rank.count == 1:
-        with kernels_ahead(case.model, config, device) as ahead:
+        with kernels_ahead(model.spec.name, config, device) as ahead:
             yield ahead
         return
     if model.shared.is_first:
         max_pages = Settings.resolve(config, model.spec, device, given=memory).max_pages(memory.max_length)
-        with kernels_ahead(case.model, config, device, max_pages=max_pages) as ahead:
+        with kernels_ahead(model.spec.name, config, device, max_pages=max_pages) as ahead:
             if ahead is not None:
                 ahead.wait()
     model.shared.meet()
@@ -264,7 +264,7 @@ class RunningEngine:
         memory = memory_for(case, spec, num_steps)
         self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
         policy = FixedWindow(WindowShape(drafts, case.copies)) if case.copies else self.adaptive
-        with self._windows(), _kernels_of_ranks(case, config, model, memory, device) as ahead:
+        with self._windows(), kernels_of_ranks(config, model, memory, device) as ahead:
             # No prompt is computed while steps are timed, so graphs of windows that ride in one would cost time only.
             parts = build(
                 model, config=config, memory=memory, device=device, window_policy=policy, ahead=ahead, most_riders=0

@@ -7,6 +7,7 @@ them (engine/ranks.py): `check_small_model` takes that way.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import signal
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +97,80 @@ class SharedModel:
 
 
 ALONE = SharedModel()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Of a benchmark that `run` runs. It has --device, --json and --max-seconds, too."""
+    parser.add_argument(
+        "--tensor-parallel", nargs="+", type=int, default=[1], help="GPUs that share each model; several: in turns"
+    )
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+
+
+def run(
+    module: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], int],
+    compare: Callable[[dict[int, Path]], None],
+    *,
+    check: Callable[[int], str],
+) -> int:
+    """The main function of a benchmark: `measure` on one GPU; for other numbers of GPUs, `measure` in processes of
+    their own for each number, and then `compare` what was written.
+
+    measure: writes its figures to options.json, on the first rank. compare: gets the files by number of GPUs, those
+    that were written. check: before ranks of that number are measured; returns what it has checked."""
+    if options.rank is None and options.tensor_parallel != [1]:
+        return _run_counts(module, options, compare, check)
+    if options.rank is None:
+        return measure(options)
+    status = 1
+    try:
+        torch.cuda.set_device(options.rank)
+        faulthandler.dump_traceback_later(options.max_seconds + 100, exit=True)
+        status = measure(options)
+    except BaseException:
+        traceback.print_exc()
+    end(status)
+    raise AssertionError("the process has ended")
+
+
+def _run_counts(
+    module: str,
+    options: argparse.Namespace,
+    compare: Callable[[dict[int, Path]], None],
+    check: Callable[[int], str],
+) -> int:
+    if options.device != "cuda":
+        sys.exit("--tensor-parallel: the benchmark's ranks are GPUs; tests/test_ranks.py runs ranks on a CPU")
+    files, status = {}, 0
+    with tempfile.TemporaryDirectory() as directory:
+        for count in options.tensor_parallel:
+            if count > torch.cuda.device_count():
+                print(f"skipped: {count} ranks need {count} GPUs, torch sees {torch.cuda.device_count()}", flush=True)
+                continue
+            files[count] = with_count(options.json or Path(directory, "figures.json"), count)
+            if count > 1:
+                print(f"checked: {check(count)}", flush=True)
+                torch.cuda.empty_cache()
+            given = [*sys.argv[1:], "--tensor-parallel", str(count), "--json", str(files[count])]
+            try:
+                run_ranks(module, given, count, patience=options.max_seconds + 120)
+            except SystemExit as error:  # the other counts are still worth measuring
+                print(error, flush=True)
+                status = 1
+        compare({count: path for count, path in files.items() if path.exists()})
+    return status
+
+
+def of_options(options: argparse.Namespace) -> tuple[SharedModel, torch.device]:
+    """This process's place among the ranks, and its GPU."""
+    (count,) = options.tensor_parallel
+    if options.rank is None:
+        return ALONE, torch.device(options.device)
+    device = torch.device(options.device, options.rank)
+    return (join(options.rank, count, options.meeting, device) if count > 1 else ALONE), device
 
 
 def join(index: int, count: int, meeting: str, device: torch.device) -> SharedModel:

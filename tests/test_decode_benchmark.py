@@ -30,7 +30,6 @@ from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.running_engine import Case, RunningEngine, acceptance_rate, emitted_at, let_go, memory_for
 from benchmarks.step_bytes import Experts, StepBytes, step_bytes
 from tests.fakes import benchmark_ranks
-from tests.fakes.forks import FORKS
 from tests.models.test_published_sizes import SIZES
 
 CPU = torch.device("cpu")
@@ -51,6 +50,8 @@ TOY = replace(
     intermediate_size=48,
     max_position=1024,
 )
+SHAREABLE = replace(TOY, num_heads=4, num_kv_heads=2, num_key_heads=2, num_value_heads=4)
+"""Two ranks can share it."""
 
 
 @pytest.fixture
@@ -368,21 +369,7 @@ def test_cases_beyond_the_time_limit_are_reported(
 
 def test_ranks_take_the_same_steps(tmp_path: Path) -> None:
     """Each plans by itself; a step that only one of them took would hang."""
-    config = replace(TOY, num_heads=4, num_kv_heads=2, num_key_heads=2, num_value_heads=4)
-    processes = [FORKS.Process(target=benchmark_ranks.main, args=(rank, 2, config, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(timeout=100)
-        assert [process.exitcode for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    (first, agreed), (second, agreed_too) = (
-        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)
-    )
+    (first, agreed), (second, agreed_too) = benchmark_ranks.both(benchmark_ranks.decode, SHAREABLE, tmp_path)
     assert first == second
     assert sum(len(tokens) for step in first for tokens in step) > 8
     assert agreed == agreed_too == [1.0, 5.0]

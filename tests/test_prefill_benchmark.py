@@ -52,7 +52,8 @@ from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import PROMPT_HEADER, Entry, Report
 from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.trace import Kernel, Timeline
-from tests.test_decode_benchmark import TOY
+from tests.fakes import benchmark_ranks
+from tests.test_decode_benchmark import SHAREABLE, TOY
 from tests.test_mixture_benchmark import MOE
 
 CPU = torch.device("cpu")
@@ -526,3 +527,48 @@ def test_a_part_without_figures_does_not_affect_the_others(
         "toy", [PromptCase(count=11), PromptCase(count=12)]
     )
     assert [(entry.figures is None, entry.note) for entry in report.entries] == [(True, "for a reason"), (False, "")]
+
+
+# Several GPUs
+
+
+def test_ranks_compute_the_same_prompts(tmp_path: Path) -> None:
+    """Each plans by itself; a pass that only one of them took would hang."""
+    first, second = benchmark_ranks.both(benchmark_ranks.prefill, SHAREABLE, tmp_path)
+    assert first == second
+    (_, answered), (cached, answered_later) = first
+    assert len(answered) == len(answered_later) == 9
+    assert cached == 192
+
+
+def test_the_floor_of_several_gpus_is_a_gpus_part() -> None:
+    shared = replace(SHAPE, ranks=2)
+    assert shared.floor_s(70, 128, RATES) == SHAPE.floor_s(70, 128, RATES) / 2
+
+
+def test_numbers_of_gpus_are_compared_by_case(
+    model: PrefilledModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = PromptCase(count=70, context=128)
+    figures = time_prompts(PromptEngine(model, CPU, SMALL), case, SHAPE, RATES, repeats=1)
+    files = {}
+    for count in (1, 2):
+        report = Report(machine="m", command="c", checks=[], rates=RATES)
+        report.entries = [
+            Entry(model="toy", what=str(case), figures=replace(figures, seconds=[1.5 / count])),
+            Entry(model="toy", what="another", note="the time was up"),
+        ]
+        files[count] = tmp_path / f"{count}.json"
+        files[count].write_text(report.as_json())
+    prefill.compare(files)
+    assert capsys.readouterr().out.splitlines() == [
+        "toy, 70 tokens behind 128, 1 GPUs: 1500.00 ms to the first token, 1.000 times as fast as on 1",
+        "toy, 70 tokens behind 128, 2 GPUs: 750.00 ms to the first token, 2.000 times as fast as on 1",
+    ]
+
+
+@pytest.mark.parametrize(("parts", "why"), [(["pace"], "beside streams"), (["zero", "profile"], "of one GPU")])
+def test_parts_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, parts: list[str], why: str) -> None:
+    monkeypatch.setattr("sys.argv", ["prefill", "--parts", *parts, "--tensor-parallel", "1", "2"])
+    with pytest.raises(SystemExit, match=why):
+        prefill.main()
