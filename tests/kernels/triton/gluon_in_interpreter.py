@@ -113,7 +113,7 @@ class _Machine:
         self.waited_for: set[_Buffer] = set()
         self.gathered: list[tuple[_Buffer, Any]] = []
         # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
-        self.dot = lambda a, b: tl.dot(a, b)
+        self.dot = lambda a, b: tl.dot(a, b)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
         for buffer in self.waited_for:
