@@ -205,7 +205,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 def compiled(plan: Plan) -> Plan:
     """The plan without its run-time arguments: plans with the same key share compiled code."""
-    return replace(plan, ahead=2, release=2, piece=0)
+    return replace(plan, ahead=2, release=2, piece=2 if plan.piece > 1 else 0)
 
 
 def shared_bytes(shape: Shape, plan: Plan) -> int:

@@ -108,7 +108,8 @@ def launch_product(
         out.stride(0),
         _blocks_of(x_NK, plan.block_m, gl.bfloat16),
         _blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16),
-        weight_OK.values.view(torch.uint8),
+        # With code for pieces the warp that fetches has too few registers.
+        weight_OK.values.view(torch.uint8) if plan.piece > 1 else None,
         None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
         weight_OK.scales,
         residual_NO,
@@ -363,7 +364,7 @@ def _prefetch_piece(  # type: ignore[no-untyped-def]
     """Where a piece of some adjacent steps begins, ask for all of it to be in L2: memory gives several hundred adjacent
     bytes of a row sooner at once than 128 at a time."""
     tile, group = unit // groups, unit % groups
-    if (piece > 1) & (tile < tiles):
+    if tile < tiles:
         begun = group % piece
         if is_first | (begun == 0):
             size = gl.minimum(piece - begun, groups - group) * _COLUMNS
@@ -691,9 +692,9 @@ def product_kernel(  # type: ignore[no-untyped-def]
     PDL: gl.constexpr
 ):  # fmt: skip
     """num_outputs: of SwiGLU, those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before
-    the last one is asked for, at which the next kernel may start. piece: steps whose weights are asked for to be in L2
-    at once; 0 or 1: none besides. values: the weights, for that. BLOCK_ROWS: of a scale; 1: 4-bit integers in tiles, of
-    which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
+    the last one is asked for, at which the next kernel may start. values: the weights, of which `piece` steps at once
+    are asked for to be in L2; None: none are, besides those that are copied. BLOCK_ROWS: of a scale; 1: 4-bit integers
+    in tiles, of which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
     x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, _COLUMNS], x.layout)
     if BLOCK_ROWS == 1:
         weight_buffers = gl.allocate_shared_memory(gl.int32, [2 * BLOCKS * STAGES, 8, 4, 32], weights.layout)

@@ -23,8 +23,8 @@ def _blocks(rows: int, columns: int, dtype: Any) -> str:
     return f"tensordesc<{_NAMES[dtype]}{str(block).replace(' ', '')},{layout!r}>"
 
 
-def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
-    """A case for each height of a tile."""
+def layer(name: str, num_tokens: int, *, has_pieces: bool = False, stack_bytes: int = 0) -> list[CompileCase]:
+    """A case for each height of a tile. has_pieces: of plans with a `piece`."""
     shape = MODELS["27B-FP8"].shapes()[name]
     plans = {plan.block_o: plan for plan in hopper_plans(shape, num_tokens, NUM_MULTIPROCESSORS)}
     cases = []
@@ -33,7 +33,6 @@ def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCa
             "out": "*bf16",
             "x": _blocks(plan.block_m, 128, gl.bfloat16),
             "weights": _blocks(ROWS, 64, gl.uint16),
-            "values": "*u8",
             "scales": "*fp32",
             "partial_ptr": "*fp32",
             "arrivals_ptr": "*i32",
@@ -54,13 +53,18 @@ def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCa
             signature["residual"] = "*bf16"
         else:
             constexprs["residual"] = None
+        if has_pieces:
+            signature["values"] = "*u8"
+        else:
+            constexprs["values"] = None
         if shape.num_extra:
             signature |= {"extra": _blocks(ROWS, 64, gl.uint16), "num_extra": "i32"}
         else:
             constexprs |= {"extra": None, "num_extra": None}
+        tiles = f"tiles of {plan.block_o}{' by pieces' * has_pieces}"
         cases.append(
             CompileCase(
-                name=f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}",
+                name=f"{shape.kind} for Hopper 27B M={num_tokens} fp8, {tiles}",
                 kernel=linear_hopper.product_kernel,
                 signature=signature,
                 constexprs=constexprs,
@@ -121,17 +125,19 @@ def four_bit_layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[
 
 CASES = [
     *four_bit_layer("27B ffn in", 32),
-    # With Triton 3.9, from one tile to the next.
+    # With Triton 3.9 addresses are kept in local memory, from one tile to the next; the loops over steps have none.
     *four_bit_layer("27B ffn in", 64, stack_bytes=56),
     *four_bit_layer("27B ffn out", 32),
-    *layer("ffn in", 16, stack_bytes=32),
-    *layer("ffn out", 16, stack_bytes=32),
+    *layer("ffn in", 16),
+    # Addresses of pieces need more of the fetching warp's 40 registers than there are, so what all warps compute at the
+    # start is stored, and read again where a group of warps begins and once for a tile; never in the loops over steps.
+    *layer("ffn in", 16, has_pieces=True, stack_bytes=32),
+    *layer("ffn out", 16),
     *layer("delta in", 32),
-    *layer("ffn in", 32, stack_bytes=32),
+    *layer("ffn in", 32),
     *layer("ffn out", 32),
     # With Triton 3.6 addresses of the extra rows' results are kept in local memory, from one tile to the next.
     *layer("delta in", 64, stack_bytes=152),
     *layer("ffn in", 64),
-    # With Triton 3.9 a pointer is, from one tile to the next.
-    *layer("ffn out", 64, stack_bytes=8),
+    *layer("ffn out", 64),
 ]
