@@ -42,6 +42,7 @@ from agentspec.kernels.triton.launch import (
     release_next,
 )
 from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.linear_tiles import E4M3_PAIR
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
@@ -240,20 +241,7 @@ def _pairs_layout() -> gl.DistributedLinearLayout:
 def _decoded(pairs, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
     """Decode pairs of 8-bit floats [64, 64], exactly, to the left operand [64, 128]. See linear_tiles.decode_e4m3."""
     first, second = gl.inline_asm_elementwise(
-        """{ .reg .b32 pair, rebase, zero;
-        mov.b32 rebase, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
-        cvt.u32.u16 pair, $2;
-        prmt.b32 pair, pair, 0, 0x9180;
-        shl.b32 pair, pair, 4;
-        and.b32 pair, pair, 0x87F087F0;
-        fma.rn.bf16x2 pair, pair, rebase, zero;
-        mov.b32 {$0, $1}, pair; }""",
-        "=h,=h,h",
-        [pairs],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
+        E4M3_PAIR, "=h,=h,h", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
     )
     w = gl.join(first, second).reshape((_ROWS, _COLUMNS))
     return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
