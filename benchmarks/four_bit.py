@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +27,9 @@ from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import linear_hopper
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan, launch_product, plan_for
 from agentspec.kernels.triton.linear_plans import Plan
-from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES
 from agentspec.kernels.weights import FP8
 from benchmarks.bandwidth import measure_bandwidth
-from benchmarks.linear import seconds_a_launch
+from benchmarks.linear import hopper_programs, hopper_stages, seconds_a_launch
 
 FORMS = {
     "int4": FourBitForm(kind="int4", group=128),
@@ -116,6 +116,7 @@ class Work:
 AnyPlan = FourBitPlan | Plan
 Cell = tuple[str, str, int]
 """Layer, form, tokens."""
+Job = TypeVar("Job", bound=tuple[object, object])
 
 
 def check(cell: Cell, plan: AnyPlan) -> str:
@@ -141,26 +142,24 @@ def candidates(chosen: FourBitPlan, shape: tuple[int, int], *, is_swiglu: bool) 
 
 
 def hopper_candidates(shape: tuple[int, int], num_tokens: int, sm_count: int, *, is_swiglu: bool) -> Iterator[Plan]:
-    """Plans of linear_hopper.py: for all multiprocessors, and for as many as have whole parts of tiles."""
+    """Plans of linear_hopper.py."""
     block_m = next((size for size in (16, 32, 64) if size >= num_tokens), 64)
     for block_o in (256,) if is_swiglu else (256, 128):
         if shape[0] % block_o:
             continue
-        tiles = shape[0] // block_o
-        stored_bytes = 2 * linear_hopper.ROWS * block_m * (2 if is_swiglu else 4)
-        most = (HOPPER_SHARED_BYTES - 1024 - stored_bytes) // (64 * block_o + 256 * block_m)
-        for programs in {sm_count, max(1, sm_count // tiles) * tiles}:
-            if sm_count * 0.85 <= programs <= sm_count:
-                for stages, release in itertools.product(sorted({min(most, 16), min(most, 6)}), (2, 8)):
-                    yield Plan(
-                        block_o=block_o,
-                        block_m=block_m,
-                        block_k=128,
-                        stages=stages,
-                        warps=8,
-                        programs=programs,
-                        release=release,
-                    )
+        most = hopper_stages(block_m, 64 * block_o, has_residual=not is_swiglu)
+        for programs, stages, release in itertools.product(
+            hopper_programs(shape[0] // block_o, sm_count), sorted({min(most, 16), min(most, 6)}), (2, 8)
+        ):
+            yield Plan(
+                block_o=block_o,
+                block_m=block_m,
+                block_k=128,
+                stages=stages,
+                warps=8,
+                programs=programs,
+                release=release,
+            )
 
 
 def main() -> None:
@@ -185,14 +184,20 @@ def main() -> None:
         if options.hopper and form == "int4" and num_tokens > 8:
             plans += hopper_candidates(SHAPES[name], num_tokens, sm_count, is_swiglu=is_swiglu)
         jobs += [((name, form, num_tokens), plan) for plan in dict.fromkeys(plans)]
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+    good = checked(jobs, check, options.processes)
+    _time(cells, good, measure_bandwidth(torch.device("cuda")).read, options.json)
+
+
+def checked(jobs: Sequence[Job], check: Callable[..., str], num_processes: int) -> list[Job]:
+    """The (cell, plan) without a fault, which `check` finds in parallel processes; prints those that are dropped."""
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         faults = list(pool.map(check, *zip(*jobs, strict=True), chunksize=4))
     for job, fault in zip(jobs, faults, strict=True):
         if fault:
             print(f"dropped: {job}: {fault}")
     good = [job for job, fault in zip(jobs, faults, strict=True) if not fault]
     print(f"{len(good)} of {len(jobs)} plans checked against float64")
-    _time(cells, good, measure_bandwidth(torch.device("cuda")).read, options.json)
+    return good
 
 
 def _time(

@@ -12,22 +12,21 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import experts, four_bit_experts, mixture
 from agentspec.kernels.triton.experts import Visits
 from agentspec.kernels.triton.four_bit_layers import FourBitPlan
 from agentspec.kernels.triton.routing import Routing
 from agentspec.kernels.weights import BlockScaled
 from benchmarks.bandwidth import measure_bandwidth
-from benchmarks.four_bit import EXPECTED_BYTES_PER_SECOND, FORMS, TOLERANCE, random_tiles
+from benchmarks.four_bit import EXPECTED_BYTES_PER_SECOND, FORMS, TOLERANCE, checked, random_tiles
 from benchmarks.linear import seconds_a_launch
 from benchmarks.published import CONFIGS
 
@@ -159,18 +158,13 @@ def main() -> None:
     cells: list[Cell] = list(itertools.product(options.models, PRODUCTS, options.forms, options.tokens))
     jobs: list[tuple[Cell, FourBitPlan]] = []
     for cell in cells:
-        model, product, _, num_tokens = cell
-        block_m = 8 if num_tokens <= 8 or 16 < num_tokens <= 64 else 16
-        chosen, (_, rows, depth) = chosen_plan(model, product, block_m), shape_of(model, product)
+        model, product, form, num_tokens = cell
+        shape = _, rows, depth = shape_of(model, product)
+        weight = FourBitTiles.empty(FORMS[form], shape, torch.device("meta"))
+        chosen = chosen_plan(model, product, mixture.visits_per_program(num_tokens, weight))
         others = candidates(chosen, rows, depth) if options.sweep else ()
         jobs += [(cell, plan) for plan in dict.fromkeys([chosen, *others])]
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        faults = list(pool.map(check, *zip(*jobs, strict=True), chunksize=4))
-    for job, fault in zip(jobs, faults, strict=True):
-        if fault:
-            print(f"dropped: {job}: {fault}")
-    good = [job for job, fault in zip(jobs, faults, strict=True) if not fault]
-    print(f"{len(good)} of {len(jobs)} plans checked against float64")
+    good = checked(jobs, check, options.processes)
     _time(cells, good, measure_bandwidth(torch.device("cuda")).read, options.json)
 
 

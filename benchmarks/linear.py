@@ -205,7 +205,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 def compiled(plan: Plan) -> Plan:
     """The plan without its run-time arguments: plans with the same key share compiled code."""
-    return replace(plan, ahead=2, release=2, piece=0)
+    return replace(plan, ahead=2, release=2, piece=2 if plan.piece > 1 else 0)
 
 
 def shared_bytes(shape: Shape, plan: Plan) -> int:
@@ -249,7 +249,7 @@ def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
 
 
 def hopper_plans(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
-    """Plans of linear_hopper.py: for all multiprocessors, and for as many as have whole parts of tiles."""
+    """Plans of linear_hopper.py."""
     block_m = next((size for size in (16, 32, 64) if size >= num_tokens), 0)
     if not block_m or shape.kind not in ("linear", "norm_linear", "add_linear", "norm_swiglu"):
         return
@@ -257,19 +257,30 @@ def hopper_plans(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]
         if shape.num_outputs % block_o or shape.depth % SCALE_BLOCK:
             continue
         tiles = shape.num_outputs // block_o + bool(shape.num_extra)
-        stored_bytes = 2 * ROWS * block_m * (4 if shape.kind == "add_linear" else 2)
-        stages = (HOPPER_SHARED_BYTES - 1024 - stored_bytes) // (SCALE_BLOCK * (block_o + 2 * block_m))
-        for programs in {sm_count, max(1, sm_count // tiles) * tiles}:
-            if sm_count * 0.85 <= programs <= sm_count:
-                yield Plan(
-                    block_o=block_o,
-                    block_m=block_m,
-                    block_k=SCALE_BLOCK,
-                    stages=stages,
-                    warps=8,
-                    programs=programs,
-                    norm_apart=shape.kind.startswith("norm"),
-                )
+        stages = hopper_stages(block_m, SCALE_BLOCK * block_o, has_residual=shape.kind == "add_linear")
+        for programs in hopper_programs(tiles, sm_count):
+            yield Plan(
+                block_o=block_o,
+                block_m=block_m,
+                block_k=SCALE_BLOCK,
+                stages=stages,
+                warps=8,
+                programs=programs,
+                norm_apart=shape.kind.startswith("norm"),
+            )
+
+
+def hopper_programs(tiles: int, sm_count: int) -> list[int]:
+    """For all multiprocessors, and for as many as have whole parts of tiles if few are left over."""
+    counts = {sm_count, max(1, sm_count // tiles) * tiles}
+    return sorted(count for count in counts if sm_count * 0.85 <= count <= sm_count)
+
+
+def hopper_stages(block_m: int, weight_bytes: int, *, has_residual: bool) -> int:
+    """Steps that fit into shared memory, beside barriers and a block of sums that is rearranged to be stored: in
+    float32 if there is a residual. weight_bytes: of a step."""
+    stored_bytes = 2 * ROWS * block_m * (4 if has_residual else 2)
+    return (HOPPER_SHARED_BYTES - 1024 - stored_bytes) // (weight_bytes + 2 * SCALE_BLOCK * block_m)
 
 
 def first_plan(

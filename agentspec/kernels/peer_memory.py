@@ -169,7 +169,7 @@ class PeerMemory:
     kept: tuple[object, ...] = ()
     """What the addresses belong to."""
     release: tuple[Callable[[], object], ...] = ()
-    """What `close` does."""
+    """What `close` does, on the buffer's GPU."""
 
     @property
     def aborted(self) -> Tensor:
@@ -181,8 +181,10 @@ class PeerMemory:
         seconds, or the device has failed, it is kept until the process ends. Call once, when no other rank uses the
         memory any more."""
         self.abort.fill_(1)
-        with suppress(RuntimeError, DriverError):
-            if self.release and _is_idle(self.buffer.device):
+        if not self.release:
+            return
+        with suppress(RuntimeError, DriverError), torch.cuda.device(self.buffer.device):
+            if _is_idle(self.buffer.device):
                 for step in self.release:
                     step()
 
@@ -297,17 +299,15 @@ def _abort_word(device: torch.device) -> Tensor:
 
 
 def _is_idle(device: torch.device) -> bool:
-    """Whether all kernels of the device's current context have ended, at the latest after _RELEASE_SECONDS."""
-    if device.type != "cuda":
-        return True
-    with torch.cuda.device(device):
-        end = torch.cuda.Event()
-        end.record(torch.cuda.default_stream(device))
-        deadline = time.monotonic() + _RELEASE_SECONDS
-        while not end.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
+    """Whether all that the default stream was given has ended, at the latest after _RELEASE_SECONDS. Exchanges are on
+    it, or on streams that it waits for."""
+    end = torch.cuda.Event()
+    end.record(torch.cuda.default_stream(device))
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while not end.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
     return True
 
 

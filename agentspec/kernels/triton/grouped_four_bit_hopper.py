@@ -6,8 +6,8 @@ stored and decode them in registers, from which the matrix units take them: a wa
 these operands (kernels/four_bit_tiles.py). Only the columns of each 32 come in another order, that of `operand_order`,
 and so the tokens' must. While the units multiply one half of a program's rows, its warps decode the other.
 
-A weight is rounded to bfloat16: integers times their scale, as a matrix product of expanded weights has them. Floats
-times their scale are exact, and a row's sum is multiplied by its multiplier in float32.
+A weight is rounded to bfloat16: integers times their scale, which is itself rounded to bfloat16 if it has another type,
+unlike in other products. Floats times their scale are exact; a row's sum is multiplied by its multiplier in float32.
 
 Shape letters as in grouped_gemm.py.
 """
@@ -112,7 +112,7 @@ def plan_for(num_pairs: int, num_experts: int, form: FourBitForm) -> PromptPlan:
 
 def operand_order(x_NK: Tensor) -> Tensor:
     """The columns of each 32 in the order in which the matrix units meet them: column 8 t + 4 j + 2 h + e at 16 j + 8 h
-    + 2 t + e."""
+    + 2 t + e, as four_bit_columns.in_order_of_words has them."""
     num_tokens, depth = x_NK.shape
     return x_NK.view(num_tokens, depth // 32, *_ORDER).permute(0, 1, 3, 4, 2, 5).reshape(num_tokens, depth)
 
@@ -307,7 +307,8 @@ def _load(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _pairs(scales, zeros, FORMAT: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As two bfloat16 in a word, for the two halves of a group: the scale, of floats times 2^118; -(128 + zero)."""
+    """As two bfloat16 in a word, for the two halves of a group: the scale, rounded, of floats times 2^118; -(128 +
+    zero)."""
     if FORMAT == "e2m1":
         pair = scales.to(gl.int32) * 0x00100010 + 0x76007600
     else:

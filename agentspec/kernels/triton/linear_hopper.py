@@ -42,6 +42,7 @@ from agentspec.kernels.triton.launch import (
     release_next,
 )
 from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.linear_tiles import E4M3_PAIR
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
@@ -87,49 +88,28 @@ def launch_product(
 ) -> Tensor:
     """x W^T of few tokens, plus the residual, beside the extra outputs, or silu(gate) * up of [gate | up]. [N, O + E]
     or [N, O / 2] in x's dtype."""
-    (num_tokens, depth), num_rows = x_NK.shape, weight_OK.shape[0]
+    num_tokens, num_rows = len(x_NK), weight_OK.shape[0]
     num_extra = 0 if extra_EK is None else len(extra_EK)
     out = torch.empty(num_tokens, num_rows // (1 + is_swiglu) + num_extra, dtype=x_NK.dtype, device=x_NK.device)
     if num_tokens == 0:
         return out
     if x_NK.stride(1) != 1 or x_NK.stride(0) % 8 or x_NK.data_ptr() % 16:
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)  # TMA reads rows from multiples of 16 bytes on
-    tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
-    assert not is_swiglu or plan.block_o == 4 * ROWS
-    assert residual_NO is None or residual_NO.is_contiguous()
     assert extra_EK is None or (extra_EK.is_contiguous() and extra_EK.dtype == torch.bfloat16)
-    assert 2 * (tiles + 1) * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
-    groups = depth // SCALE_BLOCK
-    # Every program has a step: an empty one between two of a tile would be waited for.
-    programs = min(plan.programs, (tiles + bool(num_extra)) * groups)
-    size = 2 * programs * blocks * plan.block_o * plan.block_m
-    product_kernel[(programs, blocks)](
+    _launch(
+        plan,
         out,
-        out.stride(0),
-        _blocks_of(x_NK, plan.block_m, gl.bfloat16),
+        x_NK,
         _blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16),
-        weight_OK.values.view(torch.uint8),
-        None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
+        weight_OK.shape,
         weight_OK.scales,
         residual_NO,
-        torch.empty(size, dtype=torch.float32, device=x_NK.device),
-        arrival_counters(x_NK.device),
-        num_tokens,
-        num_rows // (1 + is_swiglu),
-        num_extra or None,
-        tiles,
-        groups,
-        plan.piece,
-        plan.release,
-        BLOCK_ROWS=weight_OK.block_rows,
-        SWIGLU=is_swiglu,
-        BLOCKS=plan.block_o // (2 * ROWS),
-        BLOCK_M=plan.block_m,
-        STAGES=plan.stages,
-        REGISTERS=_REGISTERS,
-        FETCH_REGISTERS=_FETCH_REGISTERS,
-        num_warps=4,
-        **overlapped(),
+        # With code for pieces the warp that fetches has too few registers.
+        values=weight_OK.values.view(torch.uint8) if plan.piece > 1 else None,
+        extra=None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
+        num_extra=num_extra,
+        block_rows=weight_OK.block_rows,
+        is_swiglu=is_swiglu,
     )
     return out
 
@@ -155,42 +135,74 @@ def launch_four_bit(
     is_swiglu: bool = False,
 ) -> None:
     """The product with 4-bit integers in tiles, into the first columns of `out`. As four_bit_layers.launch_product."""
-    num_tokens, (num_rows, depth) = len(x_NK), weight_OK.shape
-    if num_tokens == 0:
+    num_rows, depth = weight_OK.shape
+    if len(x_NK) == 0:
         return
-    tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
-    assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
     assert weight_OK.form.kind == "int4", f"{weight_OK.form}"
     assert weight_OK.form.group == SCALE_BLOCK, f"{weight_OK.form}"
     assert not weight_OK.form.has_zeros, f"{weight_OK.form}"
     assert weight_OK.values.is_contiguous()
     assert weight_OK.scales.is_contiguous()
-    assert not is_swiglu or plan.block_o == 4 * ROWS
     assert out.stride(1) == 1
+    words = _blocks_of(weight_OK.values.view(num_rows // 8, depth // 32, 32), 8, gl.int32)
+    _launch(
+        plan,
+        out,
+        in_order_of_words(x_NK),
+        words,
+        weight_OK.shape,
+        weight_OK.scales,
+        residual_NO,
+        block_rows=1,
+        is_swiglu=is_swiglu,
+    )
+
+
+def _launch(
+    plan: Plan,
+    out: Tensor,
+    x_NK: Tensor,
+    weights: TensorDescriptor,
+    shape: torch.Size,
+    scales: Tensor,
+    residual_NO: Tensor | None,
+    *,
+    values: Tensor | None = None,
+    extra: TensorDescriptor | None = None,
+    num_extra: int = 0,
+    block_rows: int,
+    is_swiglu: bool,
+) -> None:
+    """shape: of the weight, [O, K]. The rest as in the kernel."""
+    num_tokens, (num_rows, depth) = len(x_NK), shape
+    assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
+    assert not is_swiglu or plan.block_o == 4 * ROWS
     assert residual_NO is None or residual_NO.is_contiguous()
-    assert 2 * tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
-    groups = depth // SCALE_BLOCK
-    programs = min(plan.programs, tiles * groups)
+    tiles, groups, blocks = num_rows // plan.block_o, depth // SCALE_BLOCK, triton.cdiv(num_tokens, plan.block_m)
+    all_tiles = tiles + bool(num_extra)
+    assert 2 * all_tiles * blocks <= NUM_COUNTERS, f"{all_tiles * blocks} tiles"
+    # Every program has a step: an empty one between two of a tile would be waited for.
+    programs = min(plan.programs, all_tiles * groups)
     size = 2 * programs * blocks * plan.block_o * plan.block_m
     product_kernel[(programs, blocks)](
         out,
         out.stride(0),
-        _blocks_of(in_order_of_words(x_NK), plan.block_m, gl.bfloat16),
-        _blocks_of(weight_OK.values.view(num_rows // 8, depth // 32, 32), 8, gl.int32),
-        None,
-        None,
-        weight_OK.scales,
+        _blocks_of(x_NK, plan.block_m, gl.bfloat16),
+        weights,
+        values,
+        extra,
+        scales,
         residual_NO,
         torch.empty(size, dtype=torch.float32, device=x_NK.device),
         arrival_counters(x_NK.device),
         num_tokens,
         num_rows // (1 + is_swiglu),
-        None,
+        num_extra or None,
         tiles,
         groups,
-        0,
+        plan.piece,
         plan.release,
-        BLOCK_ROWS=1,
+        BLOCK_ROWS=block_rows,
         SWIGLU=is_swiglu,
         BLOCKS=plan.block_o // (2 * ROWS),
         BLOCK_M=plan.block_m,
@@ -229,20 +241,7 @@ def _pairs_layout() -> gl.DistributedLinearLayout:
 def _decoded(pairs, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
     """Decode pairs of 8-bit floats [64, 64], exactly, to the left operand [64, 128]. See linear_tiles.decode_e4m3."""
     first, second = gl.inline_asm_elementwise(
-        """{ .reg .b32 pair, rebase, zero;
-        mov.b32 rebase, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
-        cvt.u32.u16 pair, $2;
-        prmt.b32 pair, pair, 0, 0x9180;
-        shl.b32 pair, pair, 4;
-        and.b32 pair, pair, 0x87F087F0;
-        fma.rn.bf16x2 pair, pair, rebase, zero;
-        mov.b32 {$0, $1}, pair; }""",
-        "=h,=h,h",
-        [pairs],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
+        E4M3_PAIR, "=h,=h,h", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
     )
     w = gl.join(first, second).reshape((_ROWS, _COLUMNS))
     return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
@@ -329,20 +328,25 @@ def _copy_weights(  # type: ignore[no-untyped-def]
                 place = [_first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS) // 8, unit % groups * 4, 0]
                 _copy_block(weights, place, ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
     elif extra is None:  # noqa: SIM114 a condition that is known at compile time
-        for group in gl.static_range(2):
-            for block in gl.static_range(BLOCKS):
-                row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
-                _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
+        _copy_blocks(weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU, BLOCKS)
     elif tile < tiles:
-        for group in gl.static_range(2):
-            for block in gl.static_range(BLOCKS):
-                row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
-                _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
+        _copy_blocks(weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU, BLOCKS)
     else:
         for group in gl.static_range(2):
             for half in gl.static_range(2):
                 place = [group * _ROWS, 2 * column + half * (_COLUMNS // 2)]
                 _copy_block(extra, place, ready, buffers.index(4 * stage + 2 * group + half))
+
+
+@gluon.jit
+def _copy_blocks(  # type: ignore[no-untyped-def]
+    weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Those of block-scaled weights."""
+    for group in gl.static_range(2):
+        for block in gl.static_range(BLOCKS):
+            row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
+            _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
 
 
 _PREFETCH = gl.constexpr(
@@ -363,7 +367,7 @@ def _prefetch_piece(  # type: ignore[no-untyped-def]
     """Where a piece of some adjacent steps begins, ask for all of it to be in L2: memory gives several hundred adjacent
     bytes of a row sooner at once than 128 at a time."""
     tile, group = unit // groups, unit % groups
-    if (piece > 1) & (tile < tiles):
+    if tile < tiles:
         begun = group % piece
         if is_first | (begun == 0):
             size = gl.minimum(piece - begun, groups - group) * _COLUMNS
@@ -691,9 +695,9 @@ def product_kernel(  # type: ignore[no-untyped-def]
     PDL: gl.constexpr
 ):  # fmt: skip
     """num_outputs: of SwiGLU, those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before
-    the last one is asked for, at which the next kernel may start. piece: steps whose weights are asked for to be in L2
-    at once; 0 or 1: none besides. values: the weights, for that. BLOCK_ROWS: of a scale; 1: 4-bit integers in tiles, of
-    which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
+    the last one is asked for, at which the next kernel may start. values: the weights, of which `piece` steps at once
+    are asked for to be in L2; None: none are, besides those that are copied. BLOCK_ROWS: of a scale; 1: 4-bit integers
+    in tiles, of which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
     x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, _COLUMNS], x.layout)
     if BLOCK_ROWS == 1:
         weight_buffers = gl.allocate_shared_memory(gl.int32, [2 * BLOCKS * STAGES, 8, 4, 32], weights.layout)

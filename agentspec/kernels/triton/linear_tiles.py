@@ -164,25 +164,26 @@ def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return (placed.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
 
 
+E4M3_PAIR: tl.constexpr = tl.constexpr(
+    """{ .reg .b32 pair, rebase, zero;
+    mov.b32 rebase, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    cvt.u32.u16 pair, $2;
+    prmt.b32 pair, pair, 0, 0x9180;
+    shl.b32 pair, pair, 4;
+    and.b32 pair, pair, 0x87F087F0;
+    fma.rn.bf16x2 pair, pair, rebase, zero;
+    mov.b32 {$0, $1}, pair; }"""
+)
+"""PTX that decodes two 8-bit floats to bfloat16, as `decode_e4m3` does."""
+
+
 @triton.jit
 def decode_e4m3_pairs(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """`decode_e4m3` of [R, C / 2] pairs, given as uint16: [R, C]."""
     if HAS_PTX and dtype == tl.bfloat16:
         first, second = tl.inline_asm_elementwise(
-            """{ .reg .b32 pair, rebase, zero;
-            mov.b32 rebase, 0x7B807B80;
-            mov.b32 zero, 0x80008000;
-            cvt.u32.u16 pair, $2;
-            prmt.b32 pair, pair, 0, 0x9180;
-            shl.b32 pair, pair, 4;
-            and.b32 pair, pair, 0x87F087F0;
-            fma.rn.bf16x2 pair, pair, rebase, zero;
-            mov.b32 {$0, $1}, pair; }""",
-            "=h,=h,h",
-            [bits],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
+            E4M3_PAIR, "=h,=h,h", [bits], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
     else:
         first, second = decode_e4m3(bits & 0xFF, dtype), decode_e4m3(bits >> 8, dtype)

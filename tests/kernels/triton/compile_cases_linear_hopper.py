@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import linear_hopper
 from agentspec.kernels.triton.linear_hopper import ROWS
+from agentspec.kernels.triton.linear_plans import Plan
 from benchmarks.four_bit import SHAPES, hopper_candidates
 from benchmarks.linear import hopper_plans
 from benchmarks.linear_results import MODELS
@@ -23,115 +24,92 @@ def _blocks(rows: int, columns: int, dtype: Any) -> str:
     return f"tensordesc<{_NAMES[dtype]}{str(block).replace(' ', '')},{layout!r}>"
 
 
-def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
-    """A case for each height of a tile."""
+def _case(
+    name: str, plan: Plan, signature: dict[str, str], *, instructions: tuple[str, ...], stack_bytes: int, **given: Any
+) -> CompileCase:
+    """signature: of what not every product has; what neither it nor `given` has is None."""
+    signature = {
+        "out": "*bf16",
+        "x": _blocks(plan.block_m, 128, gl.bfloat16),
+        "partial_ptr": "*fp32",
+        "arrivals_ptr": "*i32",
+        **dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"),
+    } | signature
+    constexprs = given | {
+        "BLOCKS": plan.block_o // (2 * ROWS),
+        "BLOCK_M": plan.block_m,
+        "STAGES": plan.stages,
+        "REGISTERS": linear_hopper._REGISTERS,
+        "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
+    }
+    absent = {"values", "extra", "num_extra", "residual"} - signature.keys()
+    return CompileCase(
+        name=name,
+        kernel=linear_hopper.product_kernel,
+        signature=signature,
+        constexprs=constexprs | dict.fromkeys(absent),
+        multiples_of_16=("out_stride", "num_outputs"),
+        stack_bytes=stack_bytes,
+        instructions=("wgmma.mma_async", *instructions),
+    )
+
+
+def layer(name: str, num_tokens: int, *, has_pieces: bool = False, stack_bytes: int = 0) -> list[CompileCase]:
+    """A case for each height of a tile. has_pieces: of plans with a `piece`."""
     shape = MODELS["27B-FP8"].shapes()[name]
     plans = {plan.block_o: plan for plan in hopper_plans(shape, num_tokens, NUM_MULTIPROCESSORS)}
-    cases = []
-    for plan in plans.values():
-        signature = {
-            "out": "*bf16",
-            "x": _blocks(plan.block_m, 128, gl.bfloat16),
-            "weights": _blocks(ROWS, 64, gl.uint16),
-            "values": "*u8",
-            "scales": "*fp32",
-            "partial_ptr": "*fp32",
-            "arrivals_ptr": "*i32",
-        }
-        signature |= dict.fromkeys(
-            ("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"
+    signature = {"weights": _blocks(ROWS, 64, gl.uint16), "scales": "*fp32"}
+    signature |= {"values": "*u8"} if has_pieces else {}
+    signature |= {"residual": "*bf16"} if shape.kind == "add_linear" else {}
+    signature |= {"extra": _blocks(ROWS, 64, gl.uint16), "num_extra": "i32"} if shape.num_extra else {}
+    return [
+        _case(
+            f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}{' by pieces' * has_pieces}",
+            plan,
+            signature,
+            instructions=("cp.async.bulk.tensor", "prmt.b32 pair"),
+            stack_bytes=stack_bytes,
+            BLOCK_ROWS=128,
+            SWIGLU=shape.kind == "norm_swiglu",
         )
-        constexprs: dict[str, Any] = {
-            "BLOCK_ROWS": 128,
-            "SWIGLU": shape.kind == "norm_swiglu",
-            "BLOCKS": plan.block_o // (2 * ROWS),
-            "BLOCK_M": plan.block_m,
-            "STAGES": plan.stages,
-            "REGISTERS": linear_hopper._REGISTERS,
-            "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
-        }
-        if shape.kind == "add_linear":
-            signature["residual"] = "*bf16"
-        else:
-            constexprs["residual"] = None
-        if shape.num_extra:
-            signature |= {"extra": _blocks(ROWS, 64, gl.uint16), "num_extra": "i32"}
-        else:
-            constexprs |= {"extra": None, "num_extra": None}
-        cases.append(
-            CompileCase(
-                name=f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}",
-                kernel=linear_hopper.product_kernel,
-                signature=signature,
-                constexprs=constexprs,
-                multiples_of_16=("out_stride", "num_outputs"),
-                stack_bytes=stack_bytes,
-                instructions=("wgmma.mma_async", "cp.async.bulk.tensor", "prmt.b32 pair"),
-            )
-        )
-    return cases
+        for plan in plans.values()
+    ]
 
 
 def four_bit_layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
     """A case for each height of a tile."""
     is_swiglu = name == "27B ffn in"
     found = hopper_candidates(SHAPES[name], num_tokens, NUM_MULTIPROCESSORS, is_swiglu=is_swiglu)
-    cases = []
-    for plan in {plan.block_o: plan for plan in found}.values():
-        signature = {
-            "out": "*bf16",
-            "x": _blocks(plan.block_m, 128, gl.bfloat16),
-            "weights": _blocks(8, 32, gl.int32),
-            "scales": "*bf16",
-            "partial_ptr": "*fp32",
-            "arrivals_ptr": "*i32",
-        }
-        signature |= dict.fromkeys(
-            ("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"
+    signature = {"weights": _blocks(8, 32, gl.int32), "scales": "*bf16"}
+    return [
+        _case(
+            f"{name} for Hopper M={num_tokens} int4, tiles of {plan.block_o}",
+            plan,
+            signature | ({} if is_swiglu else {"residual": "*bf16"}),
+            instructions=("cp.async.bulk.tensor.3d", "lop3.b32 s", "ld.shared.v4.b32"),
+            stack_bytes=stack_bytes,
+            BLOCK_ROWS=1,
+            SWIGLU=is_swiglu,
         )
-        constexprs: dict[str, Any] = {
-            "values": None,
-            "extra": None,
-            "num_extra": None,
-            "BLOCK_ROWS": 1,
-            "SWIGLU": is_swiglu,
-            "BLOCKS": plan.block_o // (2 * ROWS),
-            "BLOCK_M": plan.block_m,
-            "STAGES": plan.stages,
-            "REGISTERS": linear_hopper._REGISTERS,
-            "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
-        }
-        if is_swiglu:
-            constexprs["residual"] = None
-        else:
-            signature["residual"] = "*bf16"
-        cases.append(
-            CompileCase(
-                name=f"{name} for Hopper M={num_tokens} int4, tiles of {plan.block_o}",
-                kernel=linear_hopper.product_kernel,
-                signature=signature,
-                constexprs=constexprs,
-                multiples_of_16=("out_stride", "num_outputs"),
-                stack_bytes=stack_bytes,
-                instructions=("wgmma.mma_async", "cp.async.bulk.tensor.3d", "lop3.b32 s", "ld.shared.v4.b32"),
-            )
-        )
-    return cases
+        for plan in {plan.block_o: plan for plan in found}.values()
+    ]
 
 
 CASES = [
     *four_bit_layer("27B ffn in", 32),
-    # With Triton 3.9, from one tile to the next.
+    # With Triton 3.9 addresses are kept in local memory, from one tile to the next; the loops over steps have none.
     *four_bit_layer("27B ffn in", 64, stack_bytes=56),
     *four_bit_layer("27B ffn out", 32),
-    *layer("ffn in", 16, stack_bytes=32),
-    *layer("ffn out", 16, stack_bytes=32),
+    *layer("ffn in", 16),
+    # Addresses of pieces need more of the fetching warp's 40 registers than there are, so what all warps compute at the
+    # start is stored, and read again where a group of warps begins and once for a tile; never in the loops over steps.
+    *layer("ffn in", 16, has_pieces=True, stack_bytes=32),
+    *layer("ffn out", 16),
     *layer("delta in", 32),
-    *layer("ffn in", 32, stack_bytes=32),
+    *layer("ffn in", 32),
     *layer("ffn out", 32),
     # With Triton 3.6 addresses of the extra rows' results are kept in local memory, from one tile to the next.
     *layer("delta in", 64, stack_bytes=152),
     *layer("ffn in", 64),
-    # With Triton 3.9 a pointer is, from one tile to the next.
-    *layer("ffn out", 64, stack_bytes=8),
+    *layer("ffn out", 64),
 ]

@@ -10,6 +10,7 @@ only when it has no more readers: its last reader was waited for, and a barrier 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -113,7 +114,7 @@ class _Machine:
         self.waited_for: set[_Buffer] = set()
         self.gathered: list[tuple[_Buffer, Any]] = []
         # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
-        self.dot = lambda a, b: tl.dot(a, b)  # type: ignore[no-untyped-call]
+        self.dot: Callable[[Any, Any], Any] = lambda a, b: tl.dot(a, b)
 
     def barrier(self) -> None:
         for buffer in self.waited_for:

@@ -3,7 +3,7 @@ slots and odd sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -153,31 +153,15 @@ def inputs_of(case: Case) -> Inputs:
 def step(inputs: Inputs, case: Case) -> Tensor:
     """Run attention_step with every new buffer filled with NaN."""
     with poisoned():
-        return attention_step(
-            inputs.projected_NP,
-            inputs.weights,
-            inputs.rope,
-            inputs.kv_P2SGD,
-            inputs.page_table_BP,
-            inputs.start_B,
-            first_position=case.first_position,
-            exponent_P2GS=inputs.exponent_P2GS,
-            live=inputs.live,
-        )
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Make `torch.empty` return NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        return run(attention_step, inputs, case)
 
 
 def reference_step(inputs: Inputs, case: Case) -> Tensor:
-    return reference.attention_step(
+    return run(reference.attention_step, inputs, case)
+
+
+def run(attend: Callable[..., Tensor], inputs: Inputs, case: Case) -> Tensor:
+    return attend(
         inputs.projected_NP,
         inputs.weights,
         inputs.rope,
@@ -188,6 +172,16 @@ def reference_step(inputs: Inputs, case: Case) -> Tensor:
         exponent_P2GS=inputs.exponent_P2GS,
         live=inputs.live,
     )
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Make `torch.empty` return NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _store_nothing_more(*_: object) -> None:

@@ -240,6 +240,13 @@ def test_second_stream_uses_separate_counters(device: torch.device) -> None:
     assert arrival_counters(device).data_ptr() == ours.data_ptr()
 
 
+def held(weights: MixtureWeights, first: int, count: int) -> MixtureWeights:
+    """The part of a rank that holds some of the experts."""
+    some = (slice(first, first + count),)
+    gate_up, down = weights.gate_up_X2IH.cut(some), weights.down_XHI.cut(some)
+    return replace(weights, first_expert=first, gate_up_X2IH=gate_up, down_XHI=down)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "placement"),
     [*itertools.product((1, 16, 17, 40), get_args(Placement)), (300, None)],
@@ -253,14 +260,8 @@ def test_parts_of_the_experts_add_up_to_all(
     x, norm = inputs(num_tokens, 32, num_tokens, device, torch.float32)
     total = torch.zeros_like(x)
     for first in (0, 2, 4):
-        some = slice(first, first + 2)
-        part = replace(
-            weights,
-            first_expert=first,
-            gate_up_X2IH=weights.gate_up_X2IH.cut((some,)),
-            down_XHI=weights.down_XHI.cut((some,)),
-            shared_down_HI=Plain(weights.shared_down_HI.tensor * float(first == 2)),
-        )
+        shared_HI = Plain(weights.shared_down_HI.tensor * float(first == 2))
+        part = replace(held(weights, first, 2), shared_down_HI=shared_HI)
         found, expected = mixture.expert_sum(x, norm, part), reference.expert_sum(x, norm, part)
         assert relative_error(found, expected) < TOLERANCES[torch.float32], (num_tokens, first)
         total += found

@@ -25,6 +25,7 @@ from agentspec.kernels.triton.mixture import Placement
 from agentspec.kernels.triton.routing import Routing
 from agentspec.kernels.weights import Plain, Weight, quantize_blocks
 from tests.kernels.test_four_bit_tiles import FORMS, random_weight
+from tests.kernels.triton.test_experts import held
 from tests.kernels.triton.test_four_bit_product import DTYPE, assert_near
 
 INT4, ZEROS, NVFP4, BY_32, ZEROS_BY_32 = FORMS
@@ -177,13 +178,7 @@ def test_ranks_may_hold_some_experts(num_tokens: int, device: torch.device, monk
     x, norm = inputs(num_tokens, 128, num_tokens, device)
     for first, placement in ((0, "among"), (2, "behind")):
         monkeypatch.setattr(mixture, "forced_placement", placement)
-        some = slice(first, first + 2)
-        part = replace(
-            weights,
-            first_expert=first,
-            gate_up_X2IH=weights.gate_up_X2IH.cut((some,)),
-            down_XHI=weights.down_XHI.cut((some,)),
-        )
+        part = held(weights, first, 2)
         assert_near(mixture.expert_sum(x, norm, part), expected_sum(x, norm, part), (num_tokens, first))
 
 

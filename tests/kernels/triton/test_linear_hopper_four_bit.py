@@ -3,8 +3,6 @@ in which they arrive, and the order of columns. On a CPU without bfloat16, whose
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,19 +18,10 @@ from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters
 from agentspec.kernels.triton.linear_plans import Plan
 from tests.kernels.test_four_bit_tiles import FORMS, random_weight
 from tests.kernels.triton.gluon_warp_groups import WarpGroups
+from tests.kernels.triton.test_linear_hopper import DTYPE, ORDERS, PROGRAMS, SIZES, check, in_turn, on_hopper, plan
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and torch.cuda.get_device_capability()[0] != 9, reason="Hopper's instructions"
-)
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-TOLERANCE = 2e-6 if INTERPRETED else 6e-3
+pytestmark = on_hopper
 FORM = FourBitForm(kind="int4", group=128, scale_dtype=torch.float16 if INTERPRETED else torch.bfloat16)
-SIZES = ((512, 640), (256, 256), (768, 128))
-PROGRAMS = (1, 3, 16)
-
-
-def plan(block_o: int, block_m: int, programs: int, stages: int = 2) -> Plan:
-    return Plan(block_o=block_o, block_m=block_m, block_k=128, stages=stages, warps=8, programs=programs)
 
 
 class Layer:
@@ -52,20 +41,7 @@ class Layer:
         return self.x.double() @ self.weight.dequantize(torch.float64).t()
 
 
-def check(got: Tensor, expected: Tensor, note: str) -> None:
-    assert got.shape == expected.shape, note
-    error = ((got.double() - expected).norm() / expected.norm()).item()
-    assert error < TOLERANCE, f"{note}: relative error {error}"
-
-
-def shuffled(seed: int) -> Callable[[int, int], int]:
-    return lambda place, count: random.Random(seed + count).sample(range(count), count)[place]
-
-
-ORDERS = (lambda place, count: place, lambda place, count: count - 1 - place, shuffled(1))
-
-
-def run(plan: Plan, layer: Layer, order: Any = ORDERS[0], seed: int = 0, **options: Any) -> Tensor:
+def run(plan: Plan, layer: Layer, order: Any = in_turn, seed: int = 0, **options: Any) -> Tensor:
     launch = WarpGroups(seed, order).launch_four_bit if INTERPRETED else linear_hopper.launch_four_bit
     num_outputs = layer.weight.shape[0] // (1 + options.get("is_swiglu", False))
     out = torch.full((len(layer.x), num_outputs + 8), torch.nan, dtype=DTYPE, device=layer.x.device)
@@ -107,7 +83,7 @@ def test_swiglu_matches_float64(block_m: int, programs: int, device: torch.devic
     for seed, shape in enumerate(SIZES):
         layer = Layer((9, 32, 64)[seed], shape, seed, device)
         gate, up = layer.product.chunk(2, -1)
-        check(run(plan(256, block_m, programs), layer, ORDERS[2], seed, is_swiglu=True), silu(gate) * up, layer.note)
+        check(run(plan(256, block_m, programs), layer, ORDERS[-1], seed, is_swiglu=True), silu(gate) * up, layer.note)
 
 
 def test_tokens_may_begin_anywhere(device: torch.device) -> None:
