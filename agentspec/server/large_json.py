@@ -1,7 +1,8 @@
 """Decodes large JSON bodies in slices, between which others may run: a decoder holds the interpreter until it returns.
 
-The result is msgspec's, except that long lists of token ids are arrays where the caller takes them. One body at a time
-is decoded, so that others wait for one slice, however many large bodies arrive.
+The result is msgspec's, except that long lists of token ids are arrays where the caller takes them, and that of equal
+names in a large object only the last one's value is decoded, and so refused if it is wrong. One body at a time is
+decoded, so that others wait for one slice, however many large bodies arrive.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ _MAX_ELEMENTS = 400_000
 """An array that isn't only integers is decoded whole, if the body holds more values."""
 
 _BLANKS = b" \t\r\n"
-_BLANK = re.compile(rb"[ \t\r\n]*")
 _INTEGERS = b"0123456789-, \t\r\n"
 _UNFINISHED = re.compile(rb"\\(?:u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?|[0-9a-fA-F]{0,3})?)?\Z")
 """The beginning of an escape, or of two that are one character, at the end of a text."""
 _UNFINISHED_BYTES = 11
-_BYTE = re.compile(r" \(byte \d+\)")
+_PLACE = re.compile(r" \(byte \d+\)| in position \d+(?:-\d+)?| - at `[^`]*`")
 """A place in a slice, which means nothing to the client."""
 
 
@@ -65,7 +65,7 @@ class LargeJson:
             try:
                 return await _Decoding(id_fields, count.num_values).decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise invalid(_BYTE.sub("", str(error))) from None
+                raise invalid(_PLACE.sub("", str(error))) from None
 
 
 def invalid(reason: str) -> ApiError:
@@ -86,7 +86,7 @@ class _Decoding:
         """Cost of what was decoded since others could run."""
 
     async def decode(self, body: bytes | bytearray) -> Any:
-        return await self._value(_trimmed(body), 0, takes_array=False)
+        return await self._value(await _trimmed(body), 0, takes_array=False)
 
     async def _value(self, raw: memoryview, level: int, *, takes_array: bool) -> Any:
         if len(raw) > SLICE_BYTES and level < _MAX_LEVELS:
@@ -170,15 +170,17 @@ class _Decoding:
         return msgspec.json.decode(raw)
 
 
-def _trimmed(body: bytes | bytearray) -> memoryview:
+async def _trimmed(body: bytes | bytearray) -> memoryview:
     """The body without blanks around it."""
     view = memoryview(body)
-    start = _BLANK.match(view)
-    assert start is not None
-    view = view[start.end() :]
-    while view and not (piece := bytes(view[-SLICE_BYTES:]).rstrip(_BLANKS)):
+    while view and not bytes(view[:SLICE_BYTES]).translate(None, _BLANKS):
+        view = view[SLICE_BYTES:]
+        await asyncio.sleep(0)
+    while view and not bytes(view[-SLICE_BYTES:]).translate(None, _BLANKS):
         view = view[:-SLICE_BYTES]
-    return view[: max(0, len(view) - SLICE_BYTES) + len(piece)] if view else view
+        await asyncio.sleep(0)
+    first, last = bytes(view[:SLICE_BYTES]), bytes(view[-SLICE_BYTES:])
+    return view[len(first) - len(first.lstrip(_BLANKS)) : len(view) - len(last) + len(last.rstrip(_BLANKS))]
 
 
 def whole_characters(piece: bytes) -> int:
