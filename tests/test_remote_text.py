@@ -252,6 +252,23 @@ def test_ids_of_texts_are_the_tokenizers() -> None:
     run(work)
 
 
+def test_a_first_text_waits_for_nothing_that_follows_from_the_vocabulary() -> None:
+    async def work(text: RemoteText) -> int:
+        [ids] = await text.encode(["some words"], ROOMY, Flow())
+        return len(ids)
+
+    code = """
+from agentspec.text import tokenizer
+answer = text_process._Worker._answer
+def answer_text(worker, message):
+    if isinstance(message, text_process.Encode):
+        tokenizer.token_bounds = tokenizer._byte_table = None
+    return answer(worker, message)
+text_process._Worker._answer = answer_text
+"""
+    assert run(work, code=code) > 1
+
+
 def test_numbers_beyond_64_bits_reach_the_template() -> None:
     tool = {
         "type": "function",

@@ -94,6 +94,8 @@ class _Worker:
                 return None
             case Read(directory):
                 self._tokenizer = Tokenizer.from_directory(directory)
+                if self._tokenizer is not None:
+                    _ = self._tokenizer.bounds  # a tenth of a second, which no request should wait for
                 return Done()
             case Compile():
                 return self._compile(message)
