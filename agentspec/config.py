@@ -80,8 +80,8 @@ class EngineConfig:
     slow that the smallest possible prompt chunk takes longer. None: 0.1 on a GPU; no bound on the CPU or with a fixed
     `prefill_budget`."""
     fair_cost: float = FAIR_COST
-    """Maximum share of the time spent on recomputing state that overdue requests evicted. 1: no limit, so the bound on
-    waiting times always holds (runtime/fairness.py)."""
+    """Maximum share of the time spent on recomputing state that overdue requests evicted. 1: no limit; the bound on
+    waiting times has priority (runtime/fairness.py)."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: as many as the model and the memory allow."""
     memory_gib: float | None = None
