@@ -42,7 +42,7 @@ from agentspec.engine.text_link import (
     frame,
     prompt_of,
 )
-from agentspec.errors import AgentspecError, ConfigError, RequestError
+from agentspec.errors import AgentspecError, ConfigError, RequestError, beginning
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import PromptBuilder
 from agentspec.text.token_limit import encode_within
@@ -128,7 +128,7 @@ class _Worker:
 
 def _shortened(error: ErrorData) -> ErrorData:
     """Cut the error's value: errors show only its beginning, so the rest needn't be sent."""
-    shown = repr(error.value)
+    shown = beginning(error.value, _SHOWN_CHARACTERS)
     return error if len(shown) <= _SHOWN_CHARACTERS else msgspec.structs.replace(error, value=shown[:_SHOWN_CHARACTERS])
 
 
