@@ -356,7 +356,7 @@ def test_a_process_killed_while_idle_is_replaced(processes: list[EngineProcess])
 
 
 def test_waiting_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.engine.remote_text.MAX_OWNER_BYTES", 100_000)
+    monkeypatch.setattr("agentspec.fair_queue.MAX_OWNER_BYTES", 100_000)
 
     async def work(remote: RemoteText) -> None:
         first = asyncio.create_task(remote.build(ask("hang"), Flow("key")))
@@ -366,7 +366,7 @@ def test_waiting_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="would exceed 100,000"):
             await remote.build(ask("x" * 90_000), Flow("key", "another"))
-        monkeypatch.setattr("agentspec.engine.remote_text.MAX_WAITING_BYTES", 150_000)
+        monkeypatch.setattr("agentspec.fair_queue.MAX_WAITING_BYTES", 150_000)
         with pytest.raises(OverloadedError, match=r"of all clients .* would exceed 150,000"):
             await remote.build(ask("x" * 90_000), Flow("another key"))
         await asyncio.gather(first, waiting, return_exceptions=True)

@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from agentspec.errors import OverloadedError
 from agentspec.files import is_too_deep, may_be_too_deep
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.deadlines import NO_LIMITS, TimeLimits
-from agentspec.server.errors import ApiError
+from agentspec.server.errors import ApiError, api_error
 from agentspec.server.fields import Notes
 from agentspec.server.images import without_images
 from agentspec.server.large_json import LARGE_BYTES, LargeJson, invalid, too_deep
@@ -114,13 +115,13 @@ def _endpoint(
             body = None
             if route.method == "POST":
                 body = await _json_body(request, max_body_bytes, large, route.id_fields)
-        except ApiError as error:
-            return error_response(error, request.url.path)
+        except (ApiError, OverloadedError) as error:
+            return error_response(error if isinstance(error, ApiError) else api_error(error), request.url.path)
         except ClientDisconnect:
             return Response(status_code=400)  # the client is gone: this is never sent
         if service.drops_images:
             body = without_images(body)
-        own = service.of(request.scope.get(TENANT) or NOBODY)
+        own = service.of(_tenant(request))
         call = Call(
             body=body,
             headers=request.headers,
@@ -134,6 +135,10 @@ def _endpoint(
         return WatchedResponse(lambda: _answer(asked, route, call, request.url.path))
 
     return endpoint
+
+
+def _tenant(request: Request) -> Tenant:
+    return request.scope.get(TENANT) or NOBODY
 
 
 async def _answer(service: Service, route: Route, call: Call, path: str) -> Response:
@@ -153,7 +158,7 @@ async def _json_body(request: Request, max_body_bytes: int, large: LargeJson, id
     if len(body) > max_body_bytes:
         raise ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
     if len(body) > LARGE_BYTES:
-        return await large.decode(body, id_fields)
+        return await large.decode(body, id_fields, _tenant(request).name)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 The result is msgspec's, except that long lists of token ids are arrays where the caller takes them, and that of equal
 names in a large object only the last one's value is decoded, and so refused if it is wrong. One body at a time is
-decoded, so that others wait for one slice, however many large bodies arrive.
+decoded, API keys taking turns, so that others wait for one slice, however many large bodies arrive.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Container
+from collections.abc import AsyncIterator, Container
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
+from agentspec.fair_queue import FairQueue, Flow
 from agentspec.files import MAX_NESTING
 from agentspec.server.errors import ApiError
 from agentspec.server.json_count import JsonCount
@@ -46,14 +48,17 @@ class LargeJson:
     """The decoder of one server's large bodies."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(SLICE_BYTES)
+        """Bodies before their turn."""
+        self._is_busy = False
 
-    async def decode(self, body: bytes | bytearray, id_fields: Container[str]) -> Any:
+    async def decode(self, body: bytes | bytearray, id_fields: Container[str], owner: str = "") -> Any:
         """Decode a body. A long list of integers in a field of `id_fields`, or in a list there, is an array of
-        types.tokens; the field itself is then a list with this array.
+        types.tokens; the field itself is then a list with this array. owner: the name of the API key.
 
-        Raises ApiError: 413 for too many values, 400 for invalid JSON and for too many levels."""
-        async with self._turn:
+        Raises ApiError: 413 for too many values, 400 for invalid JSON and for too many levels. Raises OverloadedError
+        if too many bytes wait."""
+        async with self._turn(Flow(owner), len(body)):
             count = JsonCount()
             for start in range(0, len(body), SLICE_BYTES):
                 count.feed(memoryview(body)[start : start + SLICE_BYTES])
@@ -66,6 +71,29 @@ class LargeJson:
                 return await _Decoding(id_fields, count.num_values).decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise invalid(_PLACE.sub("", str(error))) from None
+
+    @asynccontextmanager
+    async def _turn(self, flow: Flow, num_bytes: int) -> AsyncIterator[None]:
+        self._waiting.check_room(flow, num_bytes, "decoded")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = self._waiting.enqueue(turn, flow, num_bytes)
+        if not self._is_busy:
+            self._begin_next()
+        try:
+            await turn
+            yield
+        finally:
+            self._waiting.remove(ticket)
+            if not turn.cancelled():  # otherwise the client has left before its turn
+                self._begin_next()
+
+    def _begin_next(self) -> None:
+        ticket = self._waiting.dequeue()
+        while ticket is not None and ticket.item.cancelled():
+            ticket = self._waiting.dequeue()
+        self._is_busy = ticket is not None
+        if ticket is not None:
+            ticket.item.set_result(None)
 
 
 def invalid(reason: str) -> ApiError:

@@ -341,6 +341,81 @@ def test_large_bodies_are_decoded_one_after_another(monkeypatch: pytest.MonkeyPa
     assert set(order) == {"a", "c"}
 
 
+def of_bytes(name: str, num_bytes: int) -> bytes:
+    return json.dumps(name * (num_bytes - 2)).encode()
+
+
+def test_api_keys_take_turns() -> None:
+    """A key with one large body waits for one body of a key with many."""
+    order = list[str]()
+
+    async def decode(large: LargeJson, name: str) -> None:
+        await large.decode(of_bytes(name, 2**19), (), owner=name)
+        order.append(name)
+
+    async def run() -> None:
+        large = LargeJson()
+        await asyncio.gather(*[decode(large, name) for name in 8 * "a" + "b"])
+
+    asyncio.run(run())
+    assert order.index("b") <= 2, order
+
+
+def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.fair_queue.MAX_OWNER_BYTES", 250)
+    monkeypatch.setattr("agentspec.fair_queue.MAX_WAITING_BYTES", 350)
+
+    async def run() -> list[str]:
+        large = LargeJson()
+        asked = [large.decode(of_bytes("x", 100), (), owner=owner) for owner in "aaaabb"]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert await large.decode(of_bytes("x", 1000), ()) == "x" * 998  # nothing is left, and one may always wait
+        return ["" if isinstance(one, str) else str(one) for one in found]
+
+    assert asyncio.run(run()) == [
+        *3 * [""],
+        "200 bytes of this client wait to be decoded here, and 100 more would exceed 250",
+        "",
+        "300 bytes of all clients wait to be decoded here, and 100 more would exceed 350",
+    ]
+
+
+def test_a_large_body_beyond_what_may_wait_is_answered_with_429(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.fair_queue.MAX_OWNER_BYTES", 0)
+    body = {"model": INFO.model_id, "messages": [message("x" * 2 * LARGE_BYTES)], "max_tokens": 1}
+
+    async def run() -> list[httpx.Response]:
+        async with connect(ScriptedEngine([*said("x"), ended()])) as client:
+            return await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(3)])
+
+    refused = [answer for answer in asyncio.run(run()) if answer.status_code == 429]
+    assert len(refused) == 1, "one is decoded, one waits"
+    assert refused[0].headers["retry-after"] == "2"
+    assert "wait to be decoded" in refused[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bodies_of_clients_that_leave_at_any_time_pass_on_their_turn(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def run() -> None:
+        large = LargeJson()
+        tasks = [
+            asyncio.create_task(large.decode(of_bytes("x", rng.choice((10, 2**19))), (), owner=rng.choice("abc")))
+            for _ in range(60)
+        ]
+        for _ in range(200):
+            await asyncio.sleep(0)
+            for task in rng.sample(tasks, rng.randrange(3)):
+                task.cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert await asyncio.wait_for(large.decode(b"1", ()), 60) == 1, f"seed {seed}"
+
+    asyncio.run(run())
+
+
 def test_a_long_prompt_of_ids_reaches_the_engine(connect: Connect) -> None:
     ids = [*range(INFO.vocab_size)] * (2 * LARGE_BYTES // (4 * INFO.vocab_size))
     engine = ScriptedEngine([*said("x"), ended()])
