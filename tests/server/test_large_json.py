@@ -235,6 +235,12 @@ def test_deep_nesting_is_refused_before_anything_is_decoded(opening: str, monkey
         asyncio.run(LargeJson().decode(text.encode(), ()))
 
 
+def test_the_most_levels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    text = b'["[[[[", ' + 98 * b'{"a": ' + b"[1]" + 98 * b"}" + b"]"
+    assert asyncio.run(LargeJson().decode(text, ())) == msgspec.json.decode(text)
+
+
 def message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
