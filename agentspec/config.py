@@ -88,8 +88,9 @@ class EngineConfig:
     """GiB for state rows and KV pages together, on each rank. None: 1 GiB on the CPU; on a GPU 85% of the memory that
     is free beside CUDA graphs."""
     host_memory_gib: float | None = None
-    """GiB of page-locked host memory for cached prefixes that the device evicts; 0: none. None: on a GPU an eighth of
-    the machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
+    """GiB of page-locked host memory for cached prefixes that the device evicts, on each rank; 0: none. None: on a GPU
+    an eighth of the machine's memory, up to 32 GiB, for all ranks together, and up to half of `memory_gib` for each, if
+    the machine has 64 GiB or more; else none."""
     seed: int = 0
     """Seed for random weights, and for requests without a seed of their own."""
     random_weights: bool = False
