@@ -80,16 +80,17 @@ class EngineConfig:
     slow that the smallest possible prompt chunk takes longer. None: 0.1 on a GPU; no bound on the CPU or with a fixed
     `prefill_budget`."""
     fair_cost: float = FAIR_COST
-    """Maximum share of the time spent on recomputing state that overdue requests evicted. 1: no limit, so the bound on
-    waiting times always holds (runtime/fairness.py)."""
+    """Maximum share of the time spent on recomputing state that overdue requests evicted. 1: no limit; the bound on
+    waiting times has priority (runtime/fairness.py)."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: as many as the model and the memory allow."""
     memory_gib: float | None = None
     """GiB for state rows and KV pages together, on each rank. None: 1 GiB on the CPU; on a GPU 85% of the memory that
     is free beside CUDA graphs."""
     host_memory_gib: float | None = None
-    """GiB of page-locked host memory for cached prefixes that the device evicts; 0: none. None: on a GPU an eighth of
-    the machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
+    """GiB of page-locked host memory for cached prefixes that the device evicts, on each rank; 0: none. None: on a GPU
+    an eighth of the machine's memory, up to 32 GiB, for all ranks together, and up to half of `memory_gib` for each, if
+    the machine has 64 GiB or more; else none."""
     seed: int = 0
     """Seed for random weights, and for requests without a seed of their own."""
     random_weights: bool = False

@@ -11,6 +11,14 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from agentspec.errors import OverloadedError
+
+MAX_WAITING_BYTES = 256 << 20
+MAX_OWNER_BYTES = 128 << 20
+"""Most bytes that wait in a queue whose weights are bytes: of all, and of one API key."""
+
+_RETRY_SECONDS = 2
+
 Item = TypeVar("Item")
 
 
@@ -70,6 +78,19 @@ class FairQueue(Generic[Item]):
     def weight_of(self, owner: str) -> int:
         """The sum over the owner's waiting items."""
         return self._owners[owner].weight if owner in self._owners else 0
+
+    def check_room(self, flow: Flow, num_bytes: int, purpose: str) -> None:
+        """Raise OverloadedError if too many bytes wait, of the owner or of all, for another item of so many. A single
+        item may always wait, whatever its size. purpose: what they wait for, after "to be"."""
+        of_owner = ("this client", self.weight_of(flow.owner), MAX_OWNER_BYTES)
+        of_all = ("all clients", self.weight, MAX_WAITING_BYTES)
+        for whose, waits, bound in (of_owner, of_all):
+            if waits and waits + num_bytes > bound:
+                raise OverloadedError(
+                    f"{waits:,} bytes of {whose} wait to be {purpose} here, "
+                    f"and {num_bytes:,} more would exceed {bound:,}",
+                    _RETRY_SECONDS,
+                )
 
     def enqueue(self, item: Item, flow: Flow, weight: int = 1) -> Ticket[Item]:
         ticket = Ticket(item, flow, weight)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -328,3 +329,21 @@ class ModelSpec:
     block_tokens: int = BLOCK_TOKENS
     weights: str = ""
     """How a loaded model's weights are stored, in words; of a rank its part."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of observations by upper bound (inclusive), as in Prometheus."""
+
+    bounds: Sequence[float]
+    counts: list[int] = field(default_factory=list)
+    """One per bound, not cumulative; the last is for values above all bounds."""
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.bounds = tuple(map(float, self.bounds))
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value

@@ -231,6 +231,35 @@ def test_the_refusal_at_start_names_the_form_that_would_fit(tmp_path: Path, monk
     assert "`agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weights" in words
 
 
+class NoRanks:
+    """Ranks without processes."""
+
+    def __init__(self, *_: object) -> None:
+        self.is_closed = False
+        made.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+made: list[NoRanks] = []
+
+
+def test_the_refusal_of_ranks_at_start_gives_no_advice_for_a_single_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = config_only(tmp_path / "m", "27B")
+    monkeypatch.setattr(assembly, "device_of", lambda config, **_: GPU)
+    monkeypatch.setattr(assembly, "free_bytes", lambda device: 20 * GIB)
+    monkeypatch.setattr(assembly, "Ranks", NoRanks)
+    with pytest.raises(ConfigError) as refused:
+        assembly.assemble(EngineConfig(model=str(directory), random_weights=True, tensor_parallel=2))
+    assert re.search(
+        r"its weights take 2[67]\.\d GiB .* are missing, before state rows and KV pages$", str(refused.value)
+    )
+    assert [ranks.is_closed for ranks in made] == [True]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

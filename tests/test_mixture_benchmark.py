@@ -20,7 +20,7 @@ from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
-from agentspec.models.tensors import parameter_shapes, quantized_names
+from agentspec.models.tensors import parameter_shapes, quantized_schemes
 from agentspec.simulate.model_costs import model_costs
 from benchmarks import block_checks, case_runs, decode, decode_checks, overlap, trace
 from benchmarks.bandwidth import Bandwidth
@@ -62,7 +62,9 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(("size", "plain"), [("27B-FP8", "27B"), ("35B-A3B-FP8", "35B-A3B")])
 def test_fp8_configs_are_the_same_models_with_every_linear_in_8_bits(size: str, plain: str) -> None:
     assert replace(CONFIGS[size], quantization=None) == CONFIGS[plain]
-    assert quantized_names(CONFIGS[size]) == {name for name in parameter_shapes(CONFIGS[size]) if is_convertible(name)}
+    assert quantized_schemes(CONFIGS[size]).keys() == {
+        name for name in parameter_shapes(CONFIGS[size]) if is_convertible(name)
+    }
 
 
 def test_dry_runs_have_costs_of_the_mixture() -> None:

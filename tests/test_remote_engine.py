@@ -458,7 +458,7 @@ def test_frames_are_complete_for_any_chunks() -> None:
     assert found == [body[4:] for body in bodies]
 
 
-@pytest.mark.parametrize("ids", [[1], [0, 2**31 - 1, -(2**31)], array("i", [3, 4])])
+@pytest.mark.parametrize("ids", [[1], [0, 2**31 - 1, -(2**31)], array("i", [3, 4]), array("q", [3, 4])])
 def test_a_prompt_is_sent_as_bytes(ids: Sequence[int]) -> None:
     asked = submit("a", sampling=ENDLESS)
     sent = packed(msgspec.structs.replace(asked, prompt_ids=ids))

@@ -252,6 +252,23 @@ def test_ids_of_texts_are_the_tokenizers() -> None:
     run(work)
 
 
+def test_a_first_text_waits_for_nothing_that_follows_from_the_vocabulary() -> None:
+    async def work(text: RemoteText) -> int:
+        [ids] = await text.encode(["some words"], ROOMY, Flow())
+        return len(ids)
+
+    code = """
+from agentspec.text import tokenizer
+answer = text_process._Worker._answer
+def answer_text(worker, message):
+    if isinstance(message, text_process.Encode):
+        tokenizer.token_bounds = tokenizer._byte_table = None
+    return answer(worker, message)
+text_process._Worker._answer = answer_text
+"""
+    assert run(work, code=code) > 1
+
+
 def test_numbers_beyond_64_bits_reach_the_template() -> None:
     tool = {
         "type": "function",
@@ -339,7 +356,7 @@ def test_a_process_killed_while_idle_is_replaced(processes: list[EngineProcess])
 
 
 def test_waiting_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.engine.remote_text.MAX_OWNER_BYTES", 100_000)
+    monkeypatch.setattr("agentspec.fair_queue.MAX_OWNER_BYTES", 100_000)
 
     async def work(remote: RemoteText) -> None:
         first = asyncio.create_task(remote.build(ask("hang"), Flow("key")))
@@ -349,7 +366,7 @@ def test_waiting_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="would exceed 100,000"):
             await remote.build(ask("x" * 90_000), Flow("key", "another"))
-        monkeypatch.setattr("agentspec.engine.remote_text.MAX_WAITING_BYTES", 150_000)
+        monkeypatch.setattr("agentspec.fair_queue.MAX_WAITING_BYTES", 150_000)
         with pytest.raises(OverloadedError, match=r"of all clients .* would exceed 150,000"):
             await remote.build(ask("x" * 90_000), Flow("another key"))
         await asyncio.gather(first, waiting, return_exceptions=True)

@@ -37,7 +37,7 @@ from agentspec.kernels import Machine, group_of_launches
 from agentspec.models.outline import outline, weight_bytes
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model, model_spec, refuse_device, resolved_config
-from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
+from agentspec.models.shards import Rank
 from agentspec.models.weights import STAGE as LOADING
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
@@ -128,12 +128,11 @@ def assemble(
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     progress(LOADING, 0, 0)
     whole = resolved_config(model_dir, random_weights=config.random_weights)
-    refuse_device(whole, device)
+    rank = Rank(0, config.tensor_parallel)
+    refuse_device(whole, device, rank)  # before anything starts
     with ExitStack() as stack:
         ranks = None
-        if config.tensor_parallel > 1:
-            rank_config(whole, Rank(0, config.tensor_parallel))  # refuses what can't be shared before anything starts
-            refuse_device(whole, device, Rank(0, config.tensor_parallel))
+        if rank.count > 1:
             ranks = Ranks(config, model_dir, rank_options)
             stack.push(partial(_close_after_error, ranks))
         beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="agentspec-tokenizer"))
@@ -144,10 +143,14 @@ def assemble(
             free = free_bytes(device)
             refuse_weights(
                 config.model,
-                weight_bytes(whole, dtype=dtype, rank=Rank(0, config.tensor_parallel)),
+                weight_bytes(whole, dtype=dtype, rank=rank),
                 free,
-                lambda: what_would_fit(
-                    Needs.of_config(config, model_spec(model_dir, whole, dtype, fp8_pages=fp8_pages), whole), free
+                lambda: (
+                    what_would_fit(
+                        Needs.of_config(config, model_spec(model_dir, whole, dtype, fp8_pages=fp8_pages), whole), free
+                    )
+                    if ranks is None
+                    else ""
                 ),
             )
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
@@ -160,7 +163,7 @@ def assemble(
             seed=config.seed,
             fp8_drafts=drafts_in_fp8(config, device, dtype),
             fp8_pages=fp8_pages,
-            rank=SINGLE_RANK if ranks is None else ranks.rank,
+            rank=rank,
             group=None if ranks is None else ranks.join(device),
             progress=progress,
         )

@@ -148,7 +148,7 @@ def packed(submit: Submit) -> Packed | Submit:
         return submit
     ids = submit.prompt_ids
     try:
-        prompt = (ids if isinstance(ids, array) else tokens(ids)).tobytes()
+        prompt = (ids if isinstance(ids, array) and ids.typecode == "i" else tokens(ids)).tobytes()
     except (TypeError, OverflowError):
         return submit
     return Packed(msgspec.structs.replace(submit, prompt_ids=[]), prompt)

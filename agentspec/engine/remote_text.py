@@ -41,7 +41,6 @@ from agentspec.errors import (
     AgentspecError,
     CheckpointError,
     ConfigError,
-    OverloadedError,
     RequestError,
     TextProcessError,
 )
@@ -56,15 +55,10 @@ from agentspec.types import tokens
 
 logger = logging.getLogger("agentspec")
 
-MAX_WAITING_BYTES = 256 << 20
-MAX_OWNER_BYTES = 128 << 20
-"""Most bytes of waiting jobs, as encoded: of all, and of one API key."""
-
 _QUANTUM_BYTES = 1 << 16
 """Job bytes that a flow may have done in each of its turns."""
 _LEAST_BYTES = 4096
 """What even an empty job counts as."""
-_RETRY_SECONDS = 2
 _LARGE_BYTES = 256 << 10
 """A job with more bytes that takes too long is the sender's fault; with fewer, the chat template's."""
 _TRIES = 2
@@ -236,7 +230,7 @@ class RemoteText:
             ) from None
         job = _Job(data, field, asyncio.get_running_loop().create_future())
         weight = max(len(data), _LEAST_BYTES)
-        self._make_sure_of_room(flow, weight)
+        self._waiting.check_room(flow, weight, "rendered and tokenised")
         ticket = self._waiting.enqueue(job, flow, weight)
         self._arrived.set()
         try:
@@ -246,18 +240,6 @@ class RemoteText:
         if isinstance(answer, Refused):
             raise to_error(answer.error)
         return answer
-
-    def _make_sure_of_room(self, flow: Flow, num_bytes: int) -> None:
-        """Raises OverloadedError if too many bytes wait. A single job may always wait, whatever its size."""
-        of_owner = ("this client", self._waiting.weight_of(flow.owner), MAX_OWNER_BYTES)
-        of_all = ("all clients", self._waiting.weight, MAX_WAITING_BYTES)
-        for whose, waits, bound in (of_owner, of_all):
-            if waits and waits + num_bytes > bound:
-                raise OverloadedError(
-                    f"{waits:,} bytes of {whose} wait to be rendered and tokenised here, "
-                    f"and {num_bytes:,} more would exceed {bound:,}",
-                    _RETRY_SECONDS,
-                )
 
     def _take(self) -> _Job | None:
         ticket = self._waiting.dequeue()

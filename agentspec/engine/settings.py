@@ -34,10 +34,6 @@ user."""
 _FEW_COPIES = 4
 """The smaller number of copies that a window may have, on average."""
 
-AUTO_COPIES = False
-"""Whether `copy_drafts=auto` means copies wherever slots have rings. Otherwise only where `state_form=ring` was asked
-for: not measured on a GPU yet."""
-
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
 
@@ -304,7 +300,8 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec, *, has_ring: bool) 
 def _max_copies(config: EngineConfig, spec: ModelSpec, max_draft_tokens: int, *, has_ring: bool) -> int:
     room = most_drafts(spec.block_tokens, has_ring=has_ring) - max_draft_tokens
     if config.copy_drafts == "auto":
-        return min(MAX_COPIES, room) if has_ring and (AUTO_COPIES or config.state_form == "ring") else 0
+        # Not wherever slots have rings: measured on sessions that repeat themselves, and on no others.
+        return min(MAX_COPIES, room) if config.state_form == "ring" else 0
     if config.copy_drafts > room:
         reason = f"with {max_draft_tokens} MTP drafts there is room for {room}{_more_room(has_ring)}"
         raise ConfigError("copy_drafts", config.copy_drafts, reason)

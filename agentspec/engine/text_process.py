@@ -42,7 +42,7 @@ from agentspec.engine.text_link import (
     frame,
     prompt_of,
 )
-from agentspec.errors import AgentspecError, ConfigError, RequestError
+from agentspec.errors import AgentspecError, ConfigError, RequestError, beginning
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import PromptBuilder
 from agentspec.text.token_limit import encode_within
@@ -94,6 +94,8 @@ class _Worker:
                 return None
             case Read(directory):
                 self._tokenizer = Tokenizer.from_directory(directory)
+                if self._tokenizer is not None:
+                    _ = self._tokenizer.bounds  # a tenth of a second, which no request should wait for
                 return Done()
             case Compile():
                 return self._compile(message)
@@ -126,7 +128,7 @@ class _Worker:
 
 def _shortened(error: ErrorData) -> ErrorData:
     """Cut the error's value: errors show only its beginning, so the rest needn't be sent."""
-    shown = repr(error.value)
+    shown = beginning(error.value, _SHOWN_CHARACTERS)
     return error if len(shown) <= _SHOWN_CHARACTERS else msgspec.structs.replace(error, value=shown[:_SHOWN_CHARACTERS])
 
 

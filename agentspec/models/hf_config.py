@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.errors import CheckpointError, UnsupportedModelError, cut_repr
 from agentspec.files import is_there, read_object
 from agentspec.models.quantised.parse import FILE, parse_quantization
 from agentspec.models.quantization import Quantization
@@ -157,7 +157,7 @@ class _Fields:
         return value
 
     def _wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name}={_short_repr(self.raw[name])}: must be {expected}")
+        return CheckpointError(f"{self.where}: {name}={cut_repr(self.raw[name])}: must be {expected}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = MAX_WIDTH) -> int:
         if default is not None and self.raw.get(name) is None:
@@ -189,14 +189,8 @@ class _Fields:
         value = self.raw.get(name)
         if value is not None and value not in allowed:
             raise UnsupportedModelError(
-                f"{self.where}: {name}={_short_repr(value)} is not supported (only {', '.join(map(repr, allowed))})"
+                f"{self.where}: {name}={cut_repr(value)} is not supported (only {', '.join(map(repr, allowed))})"
             )
-
-
-def _short_repr(value: object) -> str:
-    """repr, cut to fit in a one-line message."""
-    shown = repr(value)
-    return shown if len(shown) <= 200 else shown[:200] + "..."
 
 
 def load_text_config(directory: Path) -> TextConfig:
@@ -217,8 +211,7 @@ def parse_text_config(
     outer_type = raw.get("model_type")
     if outer_type not in _DENSE_TYPES + _MOE_TYPES:
         raise UnsupportedModelError(
-            f"{where}: model_type={_short_repr(outer_type)} is not supported "
-            f"(only {', '.join(_DENSE_TYPES + _MOE_TYPES)})"
+            f"{where}: model_type={cut_repr(outer_type)} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})"
         )
     text = raw.get("text_config", raw)
     if not isinstance(text, Mapping):
@@ -226,7 +219,7 @@ def parse_text_config(
     model_type = text.get("model_type", outer_type)
     if model_type not in _DENSE_TYPES + _MOE_TYPES or (model_type in _MOE_TYPES) != (outer_type in _MOE_TYPES):
         raise UnsupportedModelError(
-            f"{where}: text_config.model_type={_short_repr(model_type)} inside {outer_type!r} is not supported"
+            f"{where}: text_config.model_type={cut_repr(model_type)} inside {outer_type!r} is not supported"
         )
     fields = _Fields(text, where)
     for name, allowed in _SUPPORTED_VALUES.items():
@@ -281,7 +274,7 @@ def token_ids(raw: Mapping[str, Any], name: str, where: str) -> list[int]:
     value = raw.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
-        raise CheckpointError(f"{where}: {name}={_short_repr(value)}: must be a token id or a list of them")
+        raise CheckpointError(f"{where}: {name}={cut_repr(value)}: must be a token id or a list of them")
     return ids
 
 
@@ -300,7 +293,7 @@ def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
         raise CheckpointError(f"{fields.where}: layer_types must list {num_layers} layers (num_hidden_layers)")
     for i, layer_type in enumerate(types):
         if layer_type not in ("linear_attention", "full_attention"):
-            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={_short_repr(layer_type)} is not supported")
+            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={cut_repr(layer_type)} is not supported")
     return tuple(types)
 
 
@@ -314,7 +307,7 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, Yarn | None]:
     rope_type = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if rope_type not in ("default", "mrope", "yarn"):
         raise UnsupportedModelError(
-            f"{fields.where}: rope_type={_short_repr(rope_type)} is not supported (only default and yarn)"
+            f"{fields.where}: rope_type={cut_repr(rope_type)} is not supported (only default and yarn)"
         )
     unknown = sorted(set(rope.raw) - _ROPE_KEYS - (_YARN_KEYS if rope_type == "yarn" else set()))
     if unknown:

@@ -171,11 +171,6 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_FLOAT32_SUFFIXES) else dtype
 
 
-def quantized_names(config: TextConfig) -> frozenset[str]:
-    """The names of `quantized_schemes`."""
-    return frozenset(quantized_schemes(config))
-
-
 def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     """How the parameters are stored that are quantised in the checkpoint and in memory: every convertible one that the
     config doesn't exclude, and a head in 4 bits, which a device may still expand (`holds_head`).

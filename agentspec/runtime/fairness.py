@@ -13,7 +13,7 @@ that of first turns first. A late first turn waits only for the first turns' deb
 after some seconds or some turns of others, whichever comes first. Other late turns wait for both debts. Debts are
 bounded, so no wait is endless: a single newcomer is admitted at once, many newcomers one after another, at most a pause
 apart. Requests without a session wait for no debt: they need memory only once, and all of an owner's are one flow. With
-a share of 1 there are no debts: late requests go ahead whatever that costs.
+a share of 1 there are no debts: late requests go ahead whatever that costs, and a request is late a little before 2 F.
 
 Times are measured: a step's prompt time is split by tokens, its decode time equally among its slots. Knows seconds,
 tokens and names; knows nothing of memory.
@@ -44,7 +44,8 @@ ends."""
 _GRACE_SECONDS = (0.1, 5.0)
 """Least and most grace."""
 _AHEAD_SHARE = 0.1
-"""With a share of 1, by how much of the same times a request goes ahead before 2 F: several may be late at once."""
+"""With a share of 1 there is no grace: a request is late before 2 F, by this share of the same times, since several may
+be late at once and a turn has to end for each."""
 _TIMINGS = 64
 """How many turns and passes count as recent."""
 _RATE_TOKENS = 65_536

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from agentspec.types import FinishReason
+from agentspec.types import FinishReason, Histogram
 from agentspec.wire import Usage
 
 GAP_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
@@ -42,23 +42,6 @@ REQUEST_BOUNDS = _FINE_BOUNDS + _VLLM_BOUNDS
 """Seconds, for parts of a request: vLLM's bounds, and some finer ones below."""
 
 STEP_TOKEN_BOUNDS = (1.0, *(2.0**power for power in range(3, 15)))
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Counts of observations, grouped by inclusive upper bounds."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    """One per bound, not cumulative; the last counts values above all bounds."""
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
 
 _of_requests = partial(Histogram, REQUEST_BOUNDS)

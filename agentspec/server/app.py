@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from agentspec.errors import OverloadedError
 from agentspec.files import is_too_deep, may_be_too_deep
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.deadlines import NO_LIMITS, TimeLimits
-from agentspec.server.errors import ApiError
+from agentspec.server.errors import ApiError, api_error
 from agentspec.server.fields import Notes
 from agentspec.server.images import without_images
 from agentspec.server.large_json import LARGE_BYTES, LargeJson, invalid, too_deep
@@ -110,17 +111,19 @@ def _endpoint(
 ) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         """Read the body, then run the route until it has answered or the client disconnects."""
+        tenant = request.scope.get(TENANT) or NOBODY
         try:
-            body = None
-            if route.method == "POST":
-                body = await _json_body(request, max_body_bytes, large, route.id_fields)
-        except ApiError as error:
-            return error_response(error, request.url.path)
+            data = await _read(request, max_body_bytes) if route.method == "POST" else None
+            own, note = service.of(tenant), request.scope.get(NOTE)
+            engine = own.engine if note is None else NotedEngine(own.engine, note)
+            asked = replace(own, engine=limits.of_request(engine))  # the limits count from here
+            body = None if data is None else await _decoded(data, large, route.id_fields, tenant.name)
+        except (ApiError, OverloadedError) as error:
+            return error_response(error if isinstance(error, ApiError) else api_error(error), request.url.path)
         except ClientDisconnect:
             return Response(status_code=400)  # the client is gone: this is never sent
         if service.drops_images:
             body = without_images(body)
-        own = service.of(request.scope.get(TENANT) or NOBODY)
         call = Call(
             body=body,
             headers=request.headers,
@@ -128,9 +131,6 @@ def _endpoint(
             query=request.query_params,
             notes=Notes(strict=service.strict_fields),
         )
-        note = request.scope.get(NOTE)
-        engine = own.engine if note is None else NotedEngine(own.engine, note)
-        asked = replace(own, engine=limits.of_request(engine))
         return WatchedResponse(lambda: _answer(asked, route, call, request.url.path))
 
     return endpoint
@@ -146,14 +146,18 @@ async def _answer(service: Service, route: Route, call: Call, path: str) -> Resp
     return response
 
 
-async def _json_body(request: Request, max_body_bytes: int, large: LargeJson, id_fields: Container[str]) -> Any:
-    """Read and decode the body. Behind a Door it arrives as one part, and is not copied."""
+async def _read(request: Request, max_bytes: int) -> bytes | bytearray:
+    """Read the body. Behind a Door it arrives as one part, and is not copied."""
     parts = [part async for part in request.stream() if part]
     body = parts[0] if len(parts) == 1 else b"".join(parts)
-    if len(body) > max_body_bytes:
-        raise ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
+    if len(body) > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    return body
+
+
+async def _decoded(body: bytes | bytearray, large: LargeJson, id_fields: Container[str], owner: str) -> Any:
     if len(body) > LARGE_BYTES:
-        return await large.decode(body, id_fields)
+        return await large.decode(body, id_fields, owner)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """Decodes large JSON bodies in slices, between which others may run: a decoder holds the interpreter until it returns.
 
-The result is msgspec's, except that long lists of token ids are arrays where the caller takes them. One body at a time
-is decoded, so that others wait for one slice, however many large bodies arrive.
+The result is msgspec's, except that long lists of token ids are arrays where the caller takes them, and that of equal
+names in a large object only the last one's value is decoded, and so refused if it is wrong. One body at a time is
+decoded, API keys taking turns, so that others wait for one slice, however many large bodies arrive.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Container
+from collections.abc import AsyncIterator, Container
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
+from agentspec.fair_queue import FairQueue, Flow
 from agentspec.files import MAX_NESTING
 from agentspec.server.errors import ApiError
 from agentspec.server.json_count import JsonCount
@@ -33,12 +36,11 @@ _MAX_ELEMENTS = 400_000
 """An array that isn't only integers is decoded whole, if the body holds more values."""
 
 _BLANKS = b" \t\r\n"
-_BLANK = re.compile(rb"[ \t\r\n]*")
 _INTEGERS = b"0123456789-, \t\r\n"
 _UNFINISHED = re.compile(rb"\\(?:u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?|[0-9a-fA-F]{0,3})?)?\Z")
 """The beginning of an escape, or of two that are one character, at the end of a text."""
 _UNFINISHED_BYTES = 11
-_BYTE = re.compile(r" \(byte \d+\)")
+_PLACE = re.compile(r" \(byte \d+\)| in position \d+(?:-\d+)?| - at `[^`]*`")
 """A place in a slice, which means nothing to the client."""
 
 
@@ -46,14 +48,17 @@ class LargeJson:
     """The decoder of one server's large bodies."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(SLICE_BYTES)
+        """Bodies before their turn."""
+        self._is_busy = False
 
-    async def decode(self, body: bytes | bytearray, id_fields: Container[str]) -> Any:
+    async def decode(self, body: bytes | bytearray, id_fields: Container[str], owner: str = "") -> Any:
         """Decode a body. A long list of integers in a field of `id_fields`, or in a list there, is an array of
-        types.tokens; the field itself is then a list with this array.
+        types.tokens; the field itself is then a list with this array. owner: the name of the API key.
 
-        Raises ApiError: 413 for too many values, 400 for invalid JSON and for too many levels."""
-        async with self._turn:
+        Raises ApiError: 413 for too many values, 400 for invalid JSON and for too many levels. Raises OverloadedError
+        if too many bytes wait."""
+        async with self._turn(Flow(owner), len(body)):
             count = JsonCount()
             for start in range(0, len(body), SLICE_BYTES):
                 count.feed(memoryview(body)[start : start + SLICE_BYTES])
@@ -65,7 +70,30 @@ class LargeJson:
             try:
                 return await _Decoding(id_fields, count.num_values).decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise invalid(_BYTE.sub("", str(error))) from None
+                raise invalid(_PLACE.sub("", str(error))) from None
+
+    @asynccontextmanager
+    async def _turn(self, flow: Flow, num_bytes: int) -> AsyncIterator[None]:
+        self._waiting.check_room(flow, num_bytes, "decoded")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = self._waiting.enqueue(turn, flow, num_bytes)
+        if not self._is_busy:
+            self._begin_next()
+        try:
+            await turn
+            yield
+        finally:
+            self._waiting.remove(ticket)
+            if not turn.cancelled():  # otherwise the client has left before its turn
+                self._begin_next()
+
+    def _begin_next(self) -> None:
+        ticket = self._waiting.dequeue()
+        while ticket is not None and ticket.item.cancelled():
+            ticket = self._waiting.dequeue()
+        self._is_busy = ticket is not None
+        if ticket is not None:
+            ticket.item.set_result(None)
 
 
 def invalid(reason: str) -> ApiError:
@@ -86,7 +114,7 @@ class _Decoding:
         """Cost of what was decoded since others could run."""
 
     async def decode(self, body: bytes | bytearray) -> Any:
-        return await self._value(_trimmed(body), 0, takes_array=False)
+        return await self._value(await _trimmed(body), 0, takes_array=False)
 
     async def _value(self, raw: memoryview, level: int, *, takes_array: bool) -> Any:
         if len(raw) > SLICE_BYTES and level < _MAX_LEVELS:
@@ -170,15 +198,17 @@ class _Decoding:
         return msgspec.json.decode(raw)
 
 
-def _trimmed(body: bytes | bytearray) -> memoryview:
+async def _trimmed(body: bytes | bytearray) -> memoryview:
     """The body without blanks around it."""
     view = memoryview(body)
-    start = _BLANK.match(view)
-    assert start is not None
-    view = view[start.end() :]
-    while view and not (piece := bytes(view[-SLICE_BYTES:]).rstrip(_BLANKS)):
+    while view and not bytes(view[:SLICE_BYTES]).translate(None, _BLANKS):
+        view = view[SLICE_BYTES:]
+        await asyncio.sleep(0)
+    while view and not bytes(view[-SLICE_BYTES:]).translate(None, _BLANKS):
         view = view[:-SLICE_BYTES]
-    return view[: max(0, len(view) - SLICE_BYTES) + len(piece)] if view else view
+        await asyncio.sleep(0)
+    first, last = bytes(view[:SLICE_BYTES]), bytes(view[-SLICE_BYTES:])
+    return view[len(first) - len(first.lstrip(_BLANKS)) : len(view) - len(last) + len(last.rstrip(_BLANKS))]
 
 
 def whole_characters(piece: bytes) -> int:

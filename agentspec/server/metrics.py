@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 from starlette.responses import Response
 
 from agentspec.errors import EngineClosedError
-from agentspec.server.recorder import Figures, Histogram
+from agentspec.server.recorder import Figures
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
 from agentspec.server.tenants import Tenant
 from agentspec.server.text_work import PromptFacts
 from agentspec.server.unknown_fields import UnknownFields
-from agentspec.types import BLOCK_TOKENS
+from agentspec.types import BLOCK_TOKENS, Histogram
 from agentspec.wire import ModelInfo
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -230,14 +230,12 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
         if counter in engine:
             yield Family("counter", name, text, engine[counter], aliases)
     if "gap_counts" in engine:
-        gaps = _histogram(
-            {"bounds": engine["gap_bounds"], "counts": engine["gap_counts"], "sum": engine["gap_seconds"]}
-        )
+        gaps = Histogram(engine["gap_bounds"], engine["gap_counts"], engine["gap_seconds"])
         yield Family("histogram", "gap_seconds", "Between two steps of a running stream, in the engine.", gaps)
         yield Family("gauge", "longest_gap_seconds", "The longest of them.", engine["longest_gap_seconds"])
     for name, figure, text in ENGINE_HISTOGRAMS:
         if figure in engine:
-            yield Family("histogram", name, text, _histogram(engine[figure]), (name,))
+            yield Family("histogram", name, text, Histogram(**engine[figure]), (name,))
     for kind, name, figure, text in CACHE_FIGURES:
         if figure in cache:
             yield Family(kind, name, text, cache[figure])
@@ -256,13 +254,6 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
             [(config, 1)],
             ("cache_config_info",),
         )
-
-
-def _histogram(figure: Mapping[str, Any]) -> Histogram:
-    """A histogram that the engine counted."""
-    found = Histogram(figure["bounds"])
-    found.counts, found.sum = figure["counts"], figure["sum"]
-    return found
 
 
 def _requests(figures: Figures) -> Iterator[Family]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from agentspec.errors import OverloadedError
 from agentspec.server.answers import total
 from agentspec.server.events import opened
-from agentspec.types import FinishReason
+from agentspec.types import FinishReason, Histogram
 from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
 FIRST_TOKEN_SECONDS = (
@@ -71,20 +70,6 @@ REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50
 RETRY_SECONDS = 1
 """Retry-After for a client over the limit."""
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-
-
-class Histogram:
-    """Counts of observations by upper bound (inclusive), as in Prometheus."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(map(float, bounds))
-        self.counts = [0] * (len(self.bounds) + 1)
-        """One count per bound, not cumulative; the last is for larger values."""
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
 
 class Figures:

@@ -24,7 +24,7 @@ from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.registry import resolved_config
 from agentspec.models.shards import SINGLE_RANK, Rank, by_expert, rank_config, shard_shape
 from agentspec.models.state import page_bytes, row_bytes
-from agentspec.models.tensors import Parameter, parameter_dtype, parameter_forms, quantized_names, random_parameters
+from agentspec.models.tensors import Parameter, parameter_dtype, parameter_forms, quantized_schemes, random_parameters
 from agentspec.models.weights import Checkpoint
 from benchmarks.published import CONFIGS, spec_of
 from tests.fakes.checkpoints import Family, write_checkpoint
@@ -92,7 +92,7 @@ def together(parameter: Parameter, parts: list[Weight], name: str) -> Tensor:
     return joined
 
 
-quantized_of = functools.cache(quantized_names)
+quantized_of = functools.cache(quantized_schemes)
 
 
 def part_bytes(config: TextConfig, name: str, parameter: Parameter, rank: Rank, *, scales: bool = True) -> int:

@@ -15,6 +15,7 @@ from agentspec.errors import ContextLengthError, EngineClosedError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.deadlines import TimeLimits
 from agentspec.server.errors import ApiError
+from agentspec.server.large_json import LARGE_BYTES, LargeJson
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.responding import KEEP_ALIVE_SECONDS, STATUS_SECONDS
 from agentspec.server.transport import InProcessTransport
@@ -82,6 +83,25 @@ def test_silent_stream_sends_keep_alives(path: str, body: dict[str, Any], pipeli
     assert all(part.endswith("\n\n") for _, part in parts)
     assert num_terminal(path, parts) == 1
     assert "well" in text_of(parts)
+
+
+@pytest.mark.parametrize("limit", ["queue_seconds", "request_seconds"])
+def test_time_limits_count_from_the_complete_body_and_include_its_decoding(
+    limit: str, pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = LargeJson.decode
+
+    async def late(self: LargeJson, *arguments: Any) -> Any:
+        await asyncio.sleep(8.0)  # behind other large bodies
+        return await decode(self, *arguments)
+
+    monkeypatch.setattr(LargeJson, "decode", late)
+    body = {"model": "scripted", "prompt": "x", "unknown": "x" * 2 * LARGE_BYTES}
+    for seconds, status in ((1.0, 200), (5.0, {"queue_seconds": 429, "request_seconds": 504}[limit])):
+        engine = ScriptedEngine([*waiting(seconds, "x"), ended()])
+        limits = TimeLimits(**{limit: 10.0})
+        response, _, _ = run(ask(pipeline, engine, "/v1/completions", body, limits=limits))
+        assert response.status_code == status
 
 
 @IN_EVERY_API

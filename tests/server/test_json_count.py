@@ -42,7 +42,14 @@ def walked(value: Any) -> Iterator[Any]:
             yield from walked(one)
 
 
-def test_values_are_counted_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
+def levels(value: Any) -> int:
+    """Of arrays and objects in each other."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(levels, value.values() if isinstance(value, dict) else value), default=0)
+
+
+def test_values_and_levels_are_counted_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     for trial in range(500):
         value = some_value(rng, 5)
@@ -54,7 +61,8 @@ def test_values_are_counted_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> 
             count.feed(text[start:end])
             start = end
         parts = sum(isinstance(one, str | list | dict) for one in walked(value))
-        assert count.num_parts == parts, f"seed 3, trial {trial}: {text!r}"
+        found = (count.num_parts, count.num_levels)
+        assert found == (parts, levels(value)), f"seed 3, trial {trial}: {text!r}"
 
 
 def refusal(connect: Callable[..., httpx.AsyncClient], content: bytes) -> tuple[int, str]:

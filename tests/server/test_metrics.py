@@ -22,9 +22,9 @@ from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.metrics import Family, exposition
 from agentspec.server.pipeline import TextPipeline
-from agentspec.server.recorder import Figures, Histogram, RecordedEngine
+from agentspec.server.recorder import Figures, RecordedEngine
 from agentspec.server.transport import InProcessTransport
-from agentspec.types import FinishReason, SamplingParams
+from agentspec.types import FinishReason, Histogram, SamplingParams
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent, Usage
 from tests.fakes.engine_client import INFO, SPEC, ScriptedEngine, ended
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.errors import CheckpointError, UnsupportedModelError, cut_repr
 from agentspec.models.quantised.names import (
     canonical_module,
     expression,
@@ -27,7 +27,6 @@ from agentspec.models.quantised.names import (
     refuse,
     refuse_unknown,
     require,
-    shown,
 )
 from agentspec.models.quantised.schemes import (
     FLOATS,
@@ -250,7 +249,8 @@ def _scheme(raw: Mapping[str, Any], where: str, form: object) -> tuple[Scheme, s
     of_inputs = (inputs.get("num_bits"), inputs.get("type"))
     if inputs and of_inputs != ((bits, "float") if kind == "float" else None):
         raise UnsupportedModelError(
-            f"{where}: input_activations={shown(dict(inputs))} is not supported with weights in {bits} bits of {kind}"
+            f"{where}: input_activations={cut_repr(dict(inputs))} is not supported "
+            f"with weights in {bits} bits of {kind}"
         )
     if kind == "int":
         require(weights, here, "strategy", ("group",))

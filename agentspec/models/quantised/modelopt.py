@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.errors import CheckpointError, UnsupportedModelError, cut_repr
 from agentspec.models.quantised.compressed_tensors import refuse_kv_scheme
 from agentspec.models.quantised.names import (
     canonical_module,
@@ -23,7 +23,6 @@ from agentspec.models.quantised.names import (
     refuse,
     refuse_unknown,
     require,
-    shown,
 )
 from agentspec.models.quantised.schemes import NVFP4_GROUP, Nvfp4, ScaledFp8
 from agentspec.models.quantization import Scheme
@@ -195,5 +194,7 @@ def _grouped(raw: Mapping[str, Any], where: str) -> dict[str, str] | None:
             if "." not in name and name != "lm_head":
                 raise refuse(here, "targets", name, ("names of modules",))
             if found.setdefault(name, algorithm) != algorithm:
-                raise UnsupportedModelError(f"{where}: config_groups has several groups with {shown(name)} as a target")
+                raise UnsupportedModelError(
+                    f"{where}: config_groups has several groups with {cut_repr(name)} as a target"
+                )
     return found or None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.errors import CheckpointError, UnsupportedModelError, cut_repr
 
 _ROOTS = ("model.language_model.", "language_model.model.")
 _EXPERT_STACK = re.compile(r"(.*\.mlp\.experts)\.\d+\.\w+")
@@ -46,12 +46,12 @@ def expression(pattern: str, where: str) -> re.Pattern[str]:
     group."""
     if len(pattern) > _MOST_LETTERS or _REPEATED_GROUP.search(pattern):
         raise CheckpointError(
-            f"{where}: expression {shown(pattern)} has more than {_MOST_LETTERS} letters or repeats a group"
+            f"{where}: expression {cut_repr(pattern)} has more than {_MOST_LETTERS} letters or repeats a group"
         )
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {shown(pattern)} is no regular expression: {error}") from None
+        raise CheckpointError(f"{where}: {cut_repr(pattern)} is no regular expression: {error}") from None
 
 
 def matches(pattern: str, module: str, where: str) -> bool:
@@ -60,17 +60,11 @@ def matches(pattern: str, module: str, where: str) -> bool:
     return any(compiled.match(name) for name in spellings(module))
 
 
-def shown(value: object) -> str:
-    """repr, cut to fit in a one-line message."""
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
 def refuse(where: str, name: str, value: object, allowed: Iterable[object] = ()) -> UnsupportedModelError:
     """The error for a field with a value that isn't supported."""
     only = ", ".join(map(repr, allowed))
     return UnsupportedModelError(
-        f"{where}: {name}={shown(value)} is not supported" + (f" (only {only})" if only else "")
+        f"{where}: {name}={cut_repr(value)} is not supported" + (f" (only {only})" if only else "")
     )
 
 
