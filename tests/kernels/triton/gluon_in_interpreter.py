@@ -10,8 +10,9 @@ only when it has no more readers: its last reader was waited for, and a barrier 
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,15 +282,9 @@ class _Kernel(InterpretedFunction):  # type: ignore[misc]
         return self.fn
 
 
-def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
-    """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
-    globals."""
-    copy = ModuleType(module.__name__)
-    path = str(module.__file__)
-    gluon = SimpleNamespace(
-        jit=lambda function=None, **_: function or (lambda decorated: decorated),
-        constexpr_function=lambda function: function,
-    )
+@lru_cache
+def _code(path: str) -> CodeType:
+    """A module without its imports of Gluon."""
     # The annotation by the name that the interpreter knows.
     tree = ast.parse(Path(path).read_text().replace("gl.constexpr", "tl.constexpr"))
     tree.body = [
@@ -297,8 +292,19 @@ def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, A
         for node in tree.body
         if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))
     ]
+    return compile(tree, path, "exec")
+
+
+def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
+    """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
+    globals."""
+    copy = ModuleType(module.__name__)
+    gluon = SimpleNamespace(
+        jit=lambda function=None, **_: function or (lambda decorated: decorated),
+        constexpr_function=lambda function: function,
+    )
     copy.__dict__.update(gluon=gluon, gl=_Language(allocate), **names)
-    exec(compile(tree, path, "exec"), copy.__dict__)
+    exec(_code(str(module.__file__)), copy.__dict__)
     plain = {name: value.value for name, value in copy.__dict__.items() if isinstance(value, tl.constexpr)}
     copy.__dict__.update(plain)
     return copy.__dict__
