@@ -410,6 +410,8 @@ def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
 def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
     """Four pairs of words [..., n], of which each is [..., n x 2]: word, half. scales: of floats, in five exponent and
     three fraction bits; times 2^-8, as in the kernel, whose multipliers make up for it."""
+    if scales is not None:
+        scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
     pairs = []
     for pair in range(4):
         halves = []
@@ -418,12 +420,20 @@ def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
             if scales is None:
                 value = (bits >> (4 * pair) & 15).astype(np.float32) - zeros
             else:
-                code = sum((bits >> place & 1) << bit for bit, place in enumerate(E2M1_BITS[pair]))
-                scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
-                value = np.array([*E2M1, *(-x for x in E2M1)])[code] * scale
-            halves.append(value)
-        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 2 * words.shape[-1]).astype(np.float32))
+                value = _E2M1[pair, bits] * scale
+            halves.append(value.astype(np.float32))
+        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 2 * words.shape[-1]))
     return pairs
+
+
+def _values_of_halves() -> Any:
+    """[pair, 16 bits of a word]."""
+    bits = np.arange(1 << 16)
+    codes = [sum((bits >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS]
+    return np.array([*E2M1, *(-x for x in E2M1)])[codes]
+
+
+_E2M1 = _values_of_halves()
 
 
 def interpreted_hopper() -> SimpleNamespace:
