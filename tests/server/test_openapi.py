@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator
+import inspect
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import schemathesis
 from fastapi.routing import APIRoute
 from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.python import asgi
 from schemathesis.python.asgi import ASGIClient, get_client
 
 from agentspec.errors import RequestError
@@ -212,6 +214,30 @@ def api(request: pytest.FixtureRequest) -> Any:
     )
     schema.app = new_app()
     return schema
+
+
+class SameThread:
+    """Runs what schemathesis would run in an event loop of another thread, one call after the other. Handing over each
+    request takes longer than most answers."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        async def run() -> Any:
+            result = function(*args)
+            return await result if inspect.isawaitable(result) else result
+
+        return self.loop.run_until_complete(run())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_thread() -> Iterator[None]:
+    portal = SameThread()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asgi, "_get_portal", lambda: portal)
+        yield
+    portal.loop.close()
 
 
 @functools.lru_cache(maxsize=1)

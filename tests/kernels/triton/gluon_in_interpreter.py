@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,15 +283,9 @@ class _Kernel(InterpretedFunction):  # type: ignore[misc]
         return self.fn
 
 
-def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
-    """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
-    globals."""
-    copy = ModuleType(module.__name__)
-    path = str(module.__file__)
-    gluon = SimpleNamespace(
-        jit=lambda function=None, **_: function or (lambda decorated: decorated),
-        constexpr_function=lambda function: function,
-    )
+@lru_cache
+def _code(path: str) -> CodeType:
+    """A module without its imports of Gluon."""
     # The annotation by the name that the interpreter knows.
     tree = ast.parse(Path(path).read_text().replace("gl.constexpr", "tl.constexpr"))
     tree.body = [
@@ -298,8 +293,19 @@ def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, A
         for node in tree.body
         if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))
     ]
+    return compile(tree, path, "exec")
+
+
+def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
+    """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
+    globals."""
+    copy = ModuleType(module.__name__)
+    gluon = SimpleNamespace(
+        jit=lambda function=None, **_: function or (lambda decorated: decorated),
+        constexpr_function=lambda function: function,
+    )
     copy.__dict__.update(gluon=gluon, gl=_Language(allocate), **names)
-    exec(compile(tree, path, "exec"), copy.__dict__)
+    exec(_code(str(module.__file__)), copy.__dict__)
     plain = {name: value.value for name, value in copy.__dict__.items() if isinstance(value, tl.constexpr)}
     copy.__dict__.update(plain)
     return copy.__dict__
@@ -405,6 +411,8 @@ def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
 def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
     """Four pairs of words [..., n], of which each is [..., n x 2]: word, half. scales: of floats, in five exponent and
     three fraction bits; times 2^-8, as in the kernel, whose multipliers make up for it."""
+    if scales is not None:
+        scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
     pairs = []
     for pair in range(4):
         halves = []
@@ -413,12 +421,20 @@ def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
             if scales is None:
                 value = (bits >> (4 * pair) & 15).astype(np.float32) - zeros
             else:
-                code = sum((bits >> place & 1) << bit for bit, place in enumerate(E2M1_BITS[pair]))
-                scale = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3).astype(np.float64) - E5M3_BIAS - 8)
-                value = np.array([*E2M1, *(-x for x in E2M1)])[code] * scale
-            halves.append(value)
-        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 2 * words.shape[-1]).astype(np.float32))
+                value = _E2M1[pair, bits] * scale
+            halves.append(value.astype(np.float32))
+        pairs.append(np.stack(halves, -1).reshape(*words.shape[:-1], 2 * words.shape[-1]))
     return pairs
+
+
+def _values_of_halves() -> Any:
+    """[pair, 16 bits of a word]."""
+    bits = np.arange(1 << 16)
+    codes = [sum((bits >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS]
+    return np.array([*E2M1, *(-x for x in E2M1)])[codes]
+
+
+_E2M1 = _values_of_halves()
 
 
 def interpreted_hopper() -> SimpleNamespace:

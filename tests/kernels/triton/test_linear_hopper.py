@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ class Layer:
         self.note = f"seed {seed}: {num_tokens} tokens, {num_rows} x {depth}, scales of {block_rows} rows"
         print(self.note)
 
-    @property
+    @cached_property
     def product(self) -> Tensor:
         return self.x.double() @ self.weight.dequantize(torch.float64).t()
 

@@ -3,6 +3,7 @@ in which they arrive, and the order of columns. On a CPU without bfloat16, whose
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Layer:
         self.note = f"seed {seed}: {num_tokens} tokens, {shape}"
         print(self.note)
 
-    @property
+    @cached_property
     def product(self) -> Tensor:
         return self.x.double() @ self.weight.dequantize(torch.float64).t()
 
