@@ -44,8 +44,8 @@ ends."""
 _GRACE_SECONDS = (0.1, 5.0)
 """Least and most grace."""
 _AHEAD_SHARE = 0.1
-"""With a share of 1 there is no grace: a request is late before 2 F, by this share of the same times, since several may
-be late at once and a turn has to end for each."""
+"""With a share of 1 there is no grace: a request is late before 2 F, by this share of the same times and at most as much
+as the most grace, since several may be late at once and a turn has to end for each."""
 _TIMINGS = 64
 """How many turns and passes count as recent."""
 _RATE_TOKENS = 65_536
@@ -174,7 +174,7 @@ class FairShare:
             return []  # no request has ended, so a request's time is unknown
         least, most = _GRACE_SECONDS
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
-        grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else -_AHEAD_SHARE * lately
+        grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else -min(_AHEAD_SHARE * lately, most)
         answer_seconds = self._answer_seconds
         found: list[tuple[int, float, str]] = []
         for owner in self._owners.values():

@@ -177,6 +177,16 @@ def test_flow_served_beyond_its_share_waits_for_the_others() -> None:
     assert again.request_id not in late, "its own earlier turns come first in fair sharing"
 
 
+def test_after_a_long_turn_requests_are_late_seconds_before_the_bound_of_a_share_of_1() -> None:
+    world = World(cost=1.0)
+    world.turn(world.arrive("", "a"), 600_000)
+    arrived, newcomer = world.now, world.arrive("", "new", 9_000)
+    while newcomer.request_id not in world.fair.late():
+        world.turn(world.arrive("", "a", 1_000), 1_000)
+    # F: its 9 s at half of the device. A tenth of the long turn would be a minute.
+    assert 30 <= world.now - arrived <= 36
+
+
 def test_debt_is_paid_off_before_the_next_session_goes_ahead() -> None:
     world = World()
     world.turn(world.arrive("", "a"))
