@@ -27,11 +27,12 @@ from agentspec.config import EngineConfig
 from agentspec.engine import assembly
 from agentspec.engine.assembly import Assembly, assemble
 from agentspec.engine.in_process import AsyncEngine, Engine
-from agentspec.engine.ranks import RankOptions, least
+from agentspec.engine.ranks import RankOptions, Ranks, least
 from agentspec.engine.remote import RemoteEngine
 from agentspec.engine.settings import Settings, device_of
 from agentspec.errors import ConfigError, EngineClosedError, RankError
 from agentspec.kernels import GatheredGroup
+from agentspec.runtime.kernels_ahead import KernelsAhead
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import FinishReason, SamplingParams
 from agentspec.wire import Event, FinishEvent, Grammar, Submit, TokensEvent
@@ -334,6 +335,25 @@ def test_an_engine_that_its_caller_drives_ends_its_requests_and_closes_without_a
 def test_a_rank_that_ends_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankError, match="rank 1 ended with exit status 1"):
         assemble(replace(TINY, tensor_parallel=2), rank_options=RankOptions(entry=("-c", "import sys; sys.exit(1)")))
+
+
+def test_a_rank_that_ends_while_kernels_compile_is_reported() -> None:
+    """As on a GPU, where that may take a minute."""
+
+    class Compiling(KernelsAhead):
+        def __init__(self) -> None:
+            """Compile nothing, without an end."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            return False
+
+    ranks = Ranks(replace(TINY, tensor_parallel=2), None, RankOptions(entry=("-c", "import sys; sys.exit(1)")))
+    try:
+        with pytest.raises(RankError, match="rank 1 ended with exit status 1"):
+            assembly._await(Compiling(), ranks)
+    finally:
+        ranks.close()
 
 
 def test_a_server_loses_an_engine_whose_rank_dies() -> None:

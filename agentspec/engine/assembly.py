@@ -62,6 +62,9 @@ logger = logging.getLogger("agentspec")
 
 CPU = torch.device("cpu")
 
+_CHECK_SECONDS = 0.2
+"""How often ranks are looked after while kernels are compiled."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
@@ -263,7 +266,7 @@ def build(
     memory = settings.plan_memory(memory) if ranks is None else ranks.plan(partial(settings.plan_memory, memory))
     executor, copies = device_side(model, settings, memory, most_riders)
     policy, depths = (window_policy, range(settings.max_drafts + 1)) if window_policy else settings.window_policy()
-    _await_kernels(ahead, settings, memory, progress)
+    _await_kernels(ahead, settings, memory, progress, ranks)
     if ranks is not None:
         progress = ranks.allocate(memory, progress)
     graphs = make_ready(executor, copies, settings, depths, progress, early=early)
@@ -363,16 +366,24 @@ def _model_info(settings: Settings, memory: MemoryPlan, executor: ModelExecutor)
     )
 
 
-def _await_kernels(ahead: KernelsAhead | None, settings: Settings, memory: MemoryPlan, progress: Progress) -> None:
+def _await_kernels(
+    ahead: KernelsAhead | None, settings: Settings, memory: MemoryPlan, progress: Progress, ranks: Ranks | None
+) -> None:
     """Wait until the kernels are compiled. If memory holds less than the whole context, a few other kernels are
-    launched: compile those too."""
+    launched: compile those too. Raises RankError when a rank ends meanwhile."""
     if ahead is None:
         return
-    ahead.wait()
+    _await(ahead, ranks)
     max_pages = settings.max_pages(memory.max_length)
     if max_pages != settings.max_pages(limited(settings.spec, settings.config).max_context):
         with KernelsAhead(msgspec.structs.replace(ahead.job, max_pages=max_pages), progress) as others:
-            others.wait()
+            _await(others, ranks)
+
+
+def _await(ahead: KernelsAhead, ranks: Ranks | None) -> None:
+    while not ahead.wait(_CHECK_SECONDS):
+        if ranks is not None:
+            ranks.check()
 
 
 def machine_of(device: torch.device) -> Machine:

@@ -138,8 +138,6 @@ class OutcomeRows(_Rows[Array]):
     checkpoint_lens_B2 = _Columns(slice(SCALARS + CHECKPOINT_LENS, SCALARS + READ_LENGTH))
     num_valid_drafts_B = _Columns(SCALARS + NUM_VALID_DRAFTS)
     """Drafts made for the next window; filled in by `publish_drafts`."""
-    scalars_BF = _Columns(slice(SCALARS, SCALARS + TOKENS))
-    """All of the slot's scalars, including the last four fields."""
     tokens_BT = _Columns(slice(SCALARS + TOKENS, None))
     """The target's token after each column; columns 0..num_accepted are emitted."""
 
