@@ -44,8 +44,8 @@ ends."""
 _GRACE_SECONDS = (0.1, 5.0)
 """Least and most grace."""
 _AHEAD_SHARE = 0.1
-"""With a share of 1 there is no grace: a request is late before 2 F, by this share of the same times and at most as much
-as the most grace, since several may be late at once and a turn has to end for each."""
+"""With a share of 1 there is no grace: a request is late before 2 F, by this share of the same times, at most by the
+most grace, since several may be late at once and a turn has to end for each."""
 _TIMINGS = 64
 """How many turns and passes count as recent."""
 _RATE_TOKENS = 65_536
