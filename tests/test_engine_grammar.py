@@ -329,13 +329,14 @@ def test_compiles_take_turns_by_owner_and_session() -> None:
 def test_a_full_compile_queue_refuses_the_owner_with_the_most_jobs() -> None:
     async def main() -> None:
         parts, compiler = house()
+        short = SamplingParams(temperature=0.0, max_tokens=1)
         async with AsyncEngine(parts) as engine:
             many = [
-                asyncio.create_task(read(engine, owned_by(constrained(f"m{number}", "slow"), "many")))
+                asyncio.create_task(read(engine, owned_by(constrained(f"m{number}", "slow", sampling=short), "many")))
                 for number in range(MAX_COMPILES + COMPILE_THREADS)
             ]
             await settle()
-            one = asyncio.create_task(read(engine, owned_by(constrained("one", "slow"), "one")))
+            one = asyncio.create_task(read(engine, owned_by(constrained("one", "slow", sampling=short), "one")))
             await settle()
             with pytest.raises(OverloadedError, match="256 grammars wait"):
                 await many.pop()
