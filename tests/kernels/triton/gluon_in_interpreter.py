@@ -10,6 +10,7 @@ only when it has no more readers: its last reader was waited for, and a barrier 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
@@ -114,7 +115,7 @@ class _Machine:
         self.waited_for: set[_Buffer] = set()
         self.gathered: list[tuple[_Buffer, Any]] = []
         # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
-        self.dot = lambda a, b: tl.dot(a, b)
+        self.dot: Callable[[Any, Any], Any] = lambda a, b: tl.dot(a, b)
 
     def barrier(self) -> None:
         for buffer in self.waited_for:
@@ -429,7 +430,7 @@ def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
 def _values_of_halves() -> Any:
     """[pair, 16 bits of a word]."""
     bits = np.arange(1 << 16)
-    codes = [sum((bits >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS]
+    codes = np.array([sum((bits >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS])
     return np.array([*E2M1, *(-x for x in E2M1)])[codes]
 
 
