@@ -18,8 +18,6 @@ from agentspec.engine.in_process import AsyncEngine
 from agentspec.types import BLOCK_TOKENS
 from tests.fakes.told import Told, converse
 
-anthropic = pytest.importorskip("anthropic")
-
 MODEL = "tiny-agent"
 MARK = {"cache_control": {"type": "ephemeral"}}
 ORDER = '{"order_id": "O-4071", "customer": "Ada Lowell", "item": "lamp", "quantity": 2, "status": "paid"}'
@@ -31,6 +29,12 @@ TOOLS: list[dict[str, Any]] = [
     }
 ]
 QUESTION = {"role": "user", "content": "What is the status of order O-4071?"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def anthropic() -> Any:
+    """Imported by the tests: importing it in every process that collects them takes seconds."""
+    return pytest.importorskip("anthropic")
 
 
 @asynccontextmanager
@@ -93,7 +97,7 @@ def test_sdk_runs_a_tool_loop(stream: bool, display: str) -> None:
     asyncio.run(run())
 
 
-def test_sdk_disabled_thinking_counting_and_errors() -> None:
+def test_sdk_disabled_thinking_counting_and_errors(anthropic: Any) -> None:
     async def run() -> None:
         async with client() as opened:
             asked = await ask(opened, [QUESTION], stream=False, tools=TOOLS, thinking={"type": "disabled"})

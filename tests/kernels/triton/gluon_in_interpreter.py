@@ -430,8 +430,8 @@ def _decoded_words(words: Any, scales: Any, zeros: Any) -> list[Any]:
 def _values_of_halves() -> Any:
     """[pair, 16 bits of a word]."""
     bits = np.arange(1 << 16)
-    codes = [sum(((bits >> place & 1) << bit for bit, place in enumerate(places)), 0 * bits) for places in E2M1_BITS]
-    return np.array([*E2M1, *(-x for x in E2M1)])[np.stack(codes)]
+    codes = np.array([sum((bits >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS])
+    return np.array([*E2M1, *(-x for x in E2M1)])[codes]
 
 
 _E2M1 = _values_of_halves()
