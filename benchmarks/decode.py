@@ -42,7 +42,7 @@ from benchmarks.experts_touched import touched_experts
 from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
 from benchmarks.published import CONFIGS, KV_DTYPES, MANY_GPUS, PrefilledModel
 from benchmarks.running_engine import Case, let_go, missing_bytes
-from benchmarks.shared_model import ALONE, SharedModel
+from benchmarks.shared_model import ALONE, Comparison, SharedModel
 
 CONTEXTS = (2_048, 32_768, 131_072)
 BATCHES = (1, 8, 32)
@@ -253,24 +253,7 @@ def main() -> int:
     options = arguments()
     if options.tensor_parallel != [1] and "auto" in (options.k or ()):
         sys.exit("--k auto: each rank would choose by its own clock")
-    return shared_model.run(
-        "benchmarks.decode",
-        options,
-        measure,
-        compare,
-        check=lambda count: check_small_model(options.device, num_ranks=count),
-    )
-
-
-def compare(files: dict[int, Path]) -> None:
-    """Print how the steps of each number of GPUs compare with those of the fewest."""
-    step_ms = {count: step_ms_of(path) for count, path in files.items()}
-    fewest = min(step_ms, default=0)
-    for count, timings in sorted(step_ms.items()):
-        for case, milliseconds in timings.items():
-            alone = step_ms[fewest].get(case)
-            share = "" if alone is None else f", {milliseconds / alone:.3f} of the step on {fewest}"
-            print(f"{case}, {count} GPUs: {milliseconds:.3f} ms a step{share}")
+    return shared_model.run("benchmarks.decode", options, measure, STEPS_COMPARED, check=check_small_model)
 
 
 def step_ms_of(path: Path) -> dict[str, float]:
@@ -280,6 +263,13 @@ def step_ms_of(path: Path) -> dict[str, float]:
         if result["timing"] is not None:
             found[str(Case(**result["case"] | {"ranks": 1}))] = float(result["timing"]["step_ms"])
     return found
+
+
+STEPS_COMPARED = Comparison(
+    read=step_ms_of,
+    figure=lambda milliseconds: f"{milliseconds:.3f} ms a step",
+    ratio=lambda milliseconds, alone: f"{milliseconds / alone:.3f} of the step",
+)
 
 
 def measure(options: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import Entry, Figures, Report
 from benchmarks.published import CONFIGS, KV_DTYPES, PrefilledModel, make_model
 from benchmarks.running_engine import let_go, missing_for_weights
-from benchmarks.shared_model import ALONE, SharedModel
+from benchmarks.shared_model import ALONE, Comparison, SharedModel
 
 Case = PromptCase | SessionCase | PaceCase
 
@@ -292,13 +292,7 @@ def main() -> int:
         cases = [case for model in chosen_models(options) for case in chosen_cases(options, model)]
         if any(isinstance(case, PaceCase) for case in cases):
             sys.exit("--tensor-parallel: beside streams (pace) each rank would plan by its own clock")
-    return shared_model.run(
-        "benchmarks.prefill",
-        options,
-        measure,
-        compare,
-        check=lambda count: check_small_model(options.device, num_ranks=count),
-    )
+    return shared_model.run("benchmarks.prefill", options, measure, FIRST_TOKENS_COMPARED, check=check_small_model)
 
 
 def chosen_models(options: argparse.Namespace) -> Sequence[str]:
@@ -324,17 +318,6 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def compare(files: dict[int, Path]) -> None:
-    """Print how the first tokens' times of each number of GPUs compare with those of the fewest."""
-    first_token_s = {count: first_token_s_of(path) for count, path in files.items()}
-    fewest = min(first_token_s, default=0)
-    for count, times in sorted(first_token_s.items()):
-        for case, seconds in times.items():
-            alone = first_token_s[fewest].get(case)
-            ratio = "" if alone is None else f", {alone / seconds:.3f} times as fast as on {fewest}"
-            print(f"{case}, {count} GPUs: {seconds * 1e3:.2f} ms to the first token{ratio}")
-
-
 def first_token_s_of(path: Path) -> dict[str, float]:
     """Median seconds to the first token of every measured prompt of a file, and of the later turns of every session, by
     the model and the case."""
@@ -344,6 +327,13 @@ def first_token_s_of(path: Path) -> dict[str, float]:
             seconds = figures["median_s"] if "median_s" in figures else figures["later_first_token_s"]
             found[f"{entry['model']}, {entry['what']}"] = float(seconds)
     return found
+
+
+FIRST_TOKENS_COMPARED = Comparison(
+    read=first_token_s_of,
+    figure=lambda seconds: f"{seconds * 1e3:.2f} ms to the first token",
+    ratio=lambda seconds, alone: f"{alone / seconds:.3f} times as fast as",
+)
 
 
 if __name__ == "__main__":

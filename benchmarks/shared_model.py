@@ -17,13 +17,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, Protocol
 
 import torch
 from torch import distributed
 
+from agentspec.config import Device
 from agentspec.engine.ranks import meet
 from agentspec.kernels import RankGroup, group_of
 from agentspec.models.shards import SINGLE_RANK, Rank
@@ -108,23 +110,53 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
 
 
+class Check(Protocol):
+    def __call__(self, device: Device, *, num_ranks: int) -> str:
+        """Return what was checked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """How the figures of several numbers of GPUs compare."""
+
+    read: Callable[[Path], dict[str, float]]
+    """The figure of every case of a file, by the case without its number of GPUs."""
+    figure: Callable[[float], str]
+    """What a figure is."""
+    ratio: Callable[[float, float], str]
+    """What it is beside the one of the fewest GPUs; before "on" and their number."""
+
+    def print(self, files: Mapping[int, Path]) -> None:
+        """files: by number of GPUs."""
+        figures = {count: self.read(path) for count, path in files.items()}
+        fewest = min(figures, default=0)
+        for count, cases in sorted(figures.items()):
+            for case, value in cases.items():
+                alone = figures[fewest].get(case)
+                ratio = "" if alone is None else f", {self.ratio(value, alone)} on {fewest}"
+                print(f"{case}, {count} GPUs: {self.figure(value)}{ratio}")
+
+
 def run(
     module: str,
     options: argparse.Namespace,
     measure: Callable[[argparse.Namespace], int],
-    compare: Callable[[dict[int, Path]], None],
+    comparison: Comparison,
     *,
-    check: Callable[[int], str],
+    check: Check,
 ) -> int:
     """The main function of a benchmark: `measure` on one GPU; for other numbers of GPUs, `measure` in processes of
-    their own for each number, and then `compare` what was written.
+    their own for each number, and then a comparison of what was written.
 
-    measure: writes its figures to options.json, on the first rank. compare: gets the files by number of GPUs, those
-    that were written. check: before ranks of that number are measured; returns what it has checked."""
-    if options.rank is None and options.tensor_parallel != [1]:
-        return _run_counts(module, options, compare, check)
-    if options.rank is None:
-        return measure(options)
+    measure: writes its figures to options.json, on the first rank. check: before several ranks are measured."""
+    if options.rank is not None:
+        _run_rank(options, measure)
+    if options.tensor_parallel != [1]:
+        return _run_counts(module, options, comparison, check)
+    return measure(options)
+
+
+def _run_rank(options: argparse.Namespace, measure: Callable[[argparse.Namespace], int]) -> NoReturn:
     status = 1
     try:
         torch.cuda.set_device(options.rank)
@@ -133,15 +165,9 @@ def run(
     except BaseException:
         traceback.print_exc()
     end(status)
-    raise AssertionError("the process has ended")
 
 
-def _run_counts(
-    module: str,
-    options: argparse.Namespace,
-    compare: Callable[[dict[int, Path]], None],
-    check: Callable[[int], str],
-) -> int:
+def _run_counts(module: str, options: argparse.Namespace, comparison: Comparison, check: Check) -> int:
     if options.device != "cuda":
         sys.exit("--tensor-parallel: the benchmark's ranks are GPUs; tests/test_ranks.py runs ranks on a CPU")
     files, status = {}, 0
@@ -152,7 +178,7 @@ def _run_counts(
                 continue
             files[count] = with_count(options.json or Path(directory, "figures.json"), count)
             if count > 1:
-                print(f"checked: {check(count)}", flush=True)
+                print(f"checked: {check(options.device, num_ranks=count)}", flush=True)
                 torch.cuda.empty_cache()
             given = [*sys.argv[1:], "--tensor-parallel", str(count), "--json", str(files[count])]
             try:
@@ -160,7 +186,7 @@ def _run_counts(
             except SystemExit as error:  # the other counts are still worth measuring
                 print(error, flush=True)
                 status = 1
-        compare({count: path for count, path in files.items() if path.exists()})
+        comparison.print({count: path for count, path in files.items() if path.exists()})
     return status
 
 
@@ -218,7 +244,7 @@ def _say_where(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     time.sleep(_WAKE_SECONDS)
 
 
-def end(status: int) -> None:
+def end(status: int) -> NoReturn:
     """End this rank's process at once: what it has mapped must not be given back while a peer runs."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -560,7 +560,7 @@ def test_numbers_of_gpus_are_compared_by_case(
         ]
         files[count] = tmp_path / f"{count}.json"
         files[count].write_text(report.as_json())
-    prefill.compare(files)
+    prefill.FIRST_TOKENS_COMPARED.print(files)
     assert capsys.readouterr().out.splitlines() == [
         "toy, 70 tokens behind 128, 1 GPUs: 1500.00 ms to the first token, 1.000 times as fast as on 1",
         "toy, 70 tokens behind 128, 2 GPUs: 750.00 ms to the first token, 2.000 times as fast as on 1",
