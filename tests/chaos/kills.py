@@ -30,6 +30,8 @@ LATEST_SECONDS = 0.4
 STOPPED_SECONDS = 0.6
 """A stopped process continues after at most this time."""
 ORPHAN_SECONDS = 15.0
+START_SECONDS = 60.0
+"""Until a server's engine has a process, at most."""
 ENGINE_ENDED, COULD_NOT_START, INTERRUPTED = 70, 2, 130
 KILLED = -signal.SIGKILL
 DRAIN = ("--drain", "0.3")
@@ -146,8 +148,13 @@ async def _signal_while_loading(outcome: Outcome, kind: str, rng: random.Random,
 async def _started(light: bool) -> Served:
     """A server that is starting: its engine process exists, and it has not reported that it serves."""
     served = Served.launch(light=light)
-    while served.engine() is None and served.process.poll() is None:
-        await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while served.engine() is None and served.process.poll() is None:
+                await asyncio.sleep(0.01)
+    except BaseException:
+        served.kill()
+        raise
     return served
 
 

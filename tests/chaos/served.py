@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from agentspec.engine.remote import ENGINE_ENTRY
 from tests.chaos.connection import Answer, exchange, request_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,14 +44,16 @@ def children(pid: int) -> list[int]:
 
 
 def role(pid: int) -> str:
-    """The last name of the module that one of our processes runs: `process`, `light_engine`, `text_process`; "" if it
-    has ended."""
+    """What one of our processes is: `engine`, or else the last name of the module that it runs: `light_engine`,
+    `text_process`; "" if it has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return ""
     following = [after.decode() for word, after in pairwise(words) if word == b"-m"]
-    return following[0].rpartition(".")[2] if following else (words[0].decode() or "?")
+    if not following:
+        return words[0].decode() or "?"
+    return "engine" if following[0] == ENGINE_ENTRY[-1] else following[0].rpartition(".")[2]
 
 
 def is_there(pid: int) -> bool:
@@ -137,7 +140,7 @@ class Served:
         return [self.pid, *children(self.pid)]
 
     def engine(self) -> int | None:
-        return next((pid for pid in children(self.pid) if role(pid) in ("light_engine", "process")), None)
+        return next((pid for pid in children(self.pid) if role(pid) in ("light_engine", "engine")), None)
 
     def kill(self) -> None:
         """Kill all its processes."""

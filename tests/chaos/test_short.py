@@ -26,6 +26,7 @@ SHORT: dict[str, tuple[Callable[..., Coroutine[Any, Any, Outcome]], int]] = {
     "few-files": (half_open.few_files, 100),
     "bodies": (partial(bodies.run, huge=False), 1),
     "kills": (partial(kills.run, real_every=10**9), 4),
+    "kills, tiny-agent": (partial(kills.run, real_every=1), 1),
     "restarts": (restarts.run, 2),
     "neighbours": (neighbours.run, 2),
 }
