@@ -63,7 +63,7 @@ test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and th
 chaos: .venv/.dev-installed  ## attack servers for half an hour: clients that leave, huge bodies, kills; says how far a server falls behind
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 
-sanitize: .venv/.dev-installed  ## watch prompts and decode steps on a CUDA device with compute-sanitizer: memory errors and races
+sanitize: .venv/.dev-installed  ## watch prompts, decode steps and exchanges on a CUDA device with compute-sanitizer: memory errors and races
 	scripts/sanitize.sh $(BIN)/python
 
 check: .venv/.dev-installed  ## check format, lint, types, architecture, and that every kernel compiles for the GPUs that launch it

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# Prompts and decode steps of a small model under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON]
+# Kernels under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON [steps|exchanges]]
 #
+# Prompts and decode steps of a small model:
 #   memcheck of eager steps  each tensor is an allocation of its own, so that whatever runs over its end is seen
 #   memcheck of graphs       captured and replayed, as steps are served; there tensors share allocations
 #   racecheck                hazards in shared memory, but for the kernel of large heads, whose copies into it are asynchronous
+# Exchanges of two ranks that share the device:
+#   memcheck of sums         each tensor is an allocation of its own
+#   memcheck of exchanges    sums, winners and gathered logits
+#   racecheck of exchanges   the same
 #
-# All three at once, after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported: torch tries calls that
-# may fail, and raises what matters.
+# The checks of a program run at once, after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported:
+# torch tries calls that may fail, and raises what matters.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${1:-.venv/bin/python}"
+only="${2:-}"
 sanitizer="$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)"
 if [[ ! -x "$sanitizer" ]]; then
     echo "error: compute-sanitizer, a part of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin" >&2
@@ -18,35 +24,51 @@ if [[ ! -x "$sanitizer" ]]; then
 fi
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
+names=()
+pids=()
+failed=0
 
-watch() {  # name, tool, arguments of the program
-    local name="$1" tool="$2"
-    shift 2
-    "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 99 "$python" -m tests.gpu.sanitized_steps "$@" >"$logs/$name" 2>&1
+watch() {  # name, tool, program, its arguments
+    local name="$1" tool="$2" program="$3"
+    shift 3
+    "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 99 "$python" -m "$program" "$@" >"$logs/$name" 2>&1 &
+    names+=("$name")
+    pids+=($!)
 }
 
-"$python" -m tests.gpu.sanitized_steps --large-heads --experts --four-bit
-"$python" -m tests.gpu.sanitized_steps --eager --large-heads --experts --four-bit
+report() {  # waits for what is being watched
+    local status summary
+    for i in "${!names[@]}"; do
+        status=0
+        wait "${pids[$i]}" || status=$?
+        summary="$(grep -c 'SUMMARY: 0 ' "$logs/${names[$i]}" || true)"
+        if [[ "$status" -eq 0 && "$summary" -ge 1 ]]; then
+            echo "${names[$i]}: clean ($(grep 'SUMMARY' "$logs/${names[$i]}" | tail -n 1 | sed 's/^=* *//'))"
+        else
+            failed=1
+            echo "${names[$i]}: exit status $status"
+            head -n 200 "$logs/${names[$i]}"
+        fi
+    done
+    names=()
+    pids=()
+}
 
-names=("memcheck of eager steps" "memcheck of graphs" "racecheck")
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "${names[0]}" memcheck --eager --large-heads --experts --four-bit &
-pids=($!)
-watch "${names[1]}" memcheck --large-heads --experts --four-bit &
-pids+=($!)
-watch "${names[2]}" racecheck --eager --experts --four-bit &
-pids+=($!)
-
-failed=0
-for i in "${!names[@]}"; do
-    status=0
-    wait "${pids[$i]}" || status=$?
-    summary="$(grep -c 'SUMMARY: 0 ' "$logs/${names[$i]}" || true)"
-    if [[ "$status" -eq 0 && "$summary" -ge 1 ]]; then
-        echo "${names[$i]}: clean ($(grep 'SUMMARY' "$logs/${names[$i]}" | tail -n 1 | sed 's/^=* *//'))"
-    else
-        failed=1
-        echo "${names[$i]}: exit status $status"
-        head -n 200 "$logs/${names[$i]}"
-    fi
-done
+if [[ "$only" != steps ]]; then
+    program=tests.gpu.sanitized_exchanges
+    "$python" -m "$program"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of sums" memcheck "$program" --sums
+    watch "memcheck of exchanges" memcheck "$program"
+    watch "racecheck of exchanges" racecheck "$program"
+    report
+fi
+if [[ "$only" != exchanges ]]; then
+    program=tests.gpu.sanitized_steps
+    "$python" -m "$program" --large-heads --experts --four-bit
+    "$python" -m "$program" --eager --large-heads --experts --four-bit
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of eager steps" memcheck "$program" --eager --large-heads --experts --four-bit
+    watch "memcheck of graphs" memcheck "$program" --large-heads --experts --four-bit
+    watch "racecheck" racecheck "$program" --eager --experts --four-bit
+    report
+fi
 exit "$failed"

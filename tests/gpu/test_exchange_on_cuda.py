@@ -1,9 +1,5 @@
 """The exchange kernels on one CUDA device that two ranks share: two streams of one process for many exchanges, under
-load and with delays; CUDA graphs replayed in any order; two processes, which take turns on the device, for few.
-
-A launch must never make the host or the device wait while one rank spins for the other. So all tensors exist before a
-sequence of exchanges begins, every kernel has run before, and the launches of the ranks alternate.
-"""
+load and with delays; CUDA graphs replayed in any order; two processes, which take turns on the device, for few."""
 
 from __future__ import annotations
 
@@ -12,87 +8,16 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from agentspec.kernels.peer_memory import ExchangeLayout, PeerMemory
-from agentspec.kernels.triton.exchange import ExchangeGroup
-from tests.kernels.triton.exchange_rank import best_token, rank_order_sum
+from tests.gpu.two_ranks import PATIENCE, RANKS, TOKENS, TwoRanks, check_choices, wait_for
 
 pytestmark = pytest.mark.gpu
-RANKS = 2
-HIDDEN = 2560
-TOKENS = (1, 3, 4, 16, 32, 33, 64, 256, 1000)
-"""One-shots up to 32 tokens, then two-shots; the last takes two rounds."""
-PATIENCE = 300
-"""Seconds until a hang is a failure."""
 NUM_EXCHANGES = 100_000
 NUM_PROCESS_EXCHANGES = 1_000
-
-
-class TwoRanks:
-    """Both ranks in this process, each on a stream of its own. A residual of every number of tokens is carried through
-    all exchanges, so each of them leaves its mark on the bits compared at the end."""
-
-    def __init__(self, device: torch.device, *, overlapped: bool, dtype: torch.dtype = torch.float32) -> None:
-        self.device = device
-        layout = ExchangeLayout(ranks=RANKS)
-        self.groups = [
-            ExchangeGroup(memory, layout, overlapped=overlapped) for memory in PeerMemory.of_one_process(layout, device)
-        ]
-        self.streams = [torch.cuda.Stream(device) for _ in range(RANKS)]
-        generator = torch.Generator(device).manual_seed(0)
-        self.parts = {
-            tokens: [torch.randn(tokens, HIDDEN, device=device, generator=generator).to(dtype) for _ in range(RANKS)]
-            for tokens in TOKENS
-        }
-        self.residuals = [{tokens: self.empty(tokens) for tokens in TOKENS} for _ in range(RANKS)]
-        self.expected = {tokens: self.empty(tokens) for tokens in TOKENS}
-        torch.cuda.synchronize()
-        for tokens in TOKENS:  # loads every kernel
-            self.exchange(tokens)
-        self.check()
-
-    def empty(self, tokens: int) -> Tensor:
-        return torch.zeros(tokens, HIDDEN, device=self.device)
-
-    def launch(self, rank: int, tokens: int) -> None:
-        with torch.cuda.stream(self.streams[rank]):
-            self.groups[rank].add_partial(self.residuals[rank][tokens], self.parts[tokens][rank], None)
-
-    def exchange(self, tokens: int, delays: tuple[int, int] = (0, 0)) -> None:
-        for rank, delay in enumerate(delays):
-            if delay:
-                with torch.cuda.stream(self.streams[rank]):
-                    torch.cuda._sleep(delay)
-            self.launch(rank, tokens)
-        self.expect(tokens)
-
-    def expect(self, tokens: int) -> None:
-        self.expected[tokens].copy_(rank_order_sum(self.expected[tokens], self.parts[tokens]))
-
-    def check(self) -> None:
-        for stream in self.streams:
-            wait_for(stream)
-        torch.cuda.synchronize()
-        for rank in range(RANKS):
-            assert int(self.groups[rank].aborted) == 0
-            for tokens in TOKENS:
-                assert torch.equal(self.residuals[rank][tokens], self.expected[tokens]), f"rank {rank}, {tokens} tokens"
-
-
-def wait_for(stream: torch.cuda.Stream) -> None:
-    """Wait for a stream, but not for ever: a rank that spins would hold the test."""
-    end = torch.cuda.Event()
-    end.record(stream)
-    deadline = time.monotonic() + PATIENCE
-    while not end.query():
-        assert time.monotonic() < deadline, "a rank still waits for its peer"
 
 
 def seeded() -> random.Random:
@@ -150,33 +75,9 @@ def test_replays_of_different_graphs_mix_with_eager_exchanges(overlapped: bool, 
     ranks.check()
 
 
-def on_both(ranks: TwoRanks, run: Callable[[int], Tensor]) -> list[Tensor]:
-    results = []
-    for rank in range(RANKS):
-        with torch.cuda.stream(ranks.streams[rank]):
-            results.append(run(rank))
-    for stream in ranks.streams:
-        wait_for(stream)
-    return results
-
-
 def test_winners_and_gathered_logits_equal_the_reference(cuda: torch.device) -> None:
-    choices = seeded()
-    ranks = TwoRanks(cuda, overlapped=False)
-    generator = torch.Generator(cuda).manual_seed(choices.randrange(2**31))
-    for num_rows, width, padding in [(1, 124_160, 150), (4, 1000, 3), (128, 16_000, 0), (300, 4097, 1)]:
-        whole = torch.randn(num_rows, RANKS * width, device=cuda, generator=generator)
-        whole = whole.round() if num_rows > 1 else whole  # ties
-        whole[0, 0] = torch.nan
-        vocab_size = RANKS * width - padding
-        parts = [whole[:, rank * width : (rank + 1) * width].contiguous() for rank in range(RANKS)]
-        bounds = torch.arange(RANKS + 1, device=cuda) * width
-        torch.cuda.synchronize()
-        tokens = on_both(ranks, lambda rank: ranks.groups[rank].winners(parts[rank], rank * width, vocab_size))  # noqa: B023
-        expected = [best_token(row, list(range(RANKS * width)), vocab_size) for row in whole.tolist()]
-        assert [found.tolist() for found in tokens] == [expected] * RANKS
-        for found in on_both(ranks, lambda rank: ranks.groups[rank].gather(parts[rank], bounds, width, vocab_size)):  # noqa: B023
-            assert torch.equal(found.nan_to_num(7.5), whole[:, :vocab_size].nan_to_num(7.5))
+    sizes = [(1, 124_160, 150), (4, 1000, 3), (128, 16_000, 0), (300, 4097, 1)]
+    check_choices(TwoRanks(cuda, overlapped=False), seeded().randrange(2**31), sizes)
 
 
 def test_abort_word_frees_a_rank_whose_peer_never_comes(cuda: torch.device) -> None:

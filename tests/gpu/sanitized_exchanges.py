@@ -1,0 +1,39 @@
+"""Exchanges of two ranks that share a device, for a memory checker: `scripts/sanitize.sh` runs this under
+compute-sanitizer.
+
+    python -m tests.gpu.sanitized_exchanges [--sums]
+
+Sums of every size in both dtypes, with plain and early launches; then winners and gathered logits, unless --sums: they
+allocate between two ranks' launches, which waits for a rank that spins if each tensor is an allocation of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from tests.gpu.two_ranks import TOKENS, TwoRanks, check_choices
+
+NUM_ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Exchange a few tensors between two ranks on one device.")
+    parser.add_argument("--sums", action="store_true", help="only sums")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        for overlapped in (False, True):
+            ranks = TwoRanks(device, overlapped=overlapped, dtype=dtype)
+            for _ in range(NUM_ROUNDS):
+                for tokens in TOKENS:
+                    ranks.exchange(tokens, (0, 50_000))
+                ranks.check()
+    if not options.sums:
+        check_choices(TwoRanks(device, overlapped=False), 0, [(1, 4000, 150), (4, 1000, 3), (300, 97, 1)])
+    print("exchanged, every result as expected")
+
+
+if __name__ == "__main__":
+    main()
