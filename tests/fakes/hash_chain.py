@@ -211,7 +211,8 @@ class HashChainModel:
         cell_N = (page_N.long() << self._block_bits) + (position_N & (self._block - 1))
         self.attention_PS.view(-1).index_copy_(0, cell_N, attention_BT.flatten().take(live.cell_N))
         column_N4 = column_BT4.flatten(0, 1).index_select(0, live.cell_N).where(is_live_N[:, None], _POISON)
-        self.entries_E3.index_copy_(0, live.entry_N, column_N4[:, (0, 2, 3)])
+        # No list of columns: it would become a tensor on the host, which a graph can't capture.
+        self.entries_E3.index_copy_(0, live.entry_N, torch.cat((column_N4[:, :1], column_N4[:, 2:]), dim=1))
         return column_N4[None, :, 2:]
 
     def _committed_rows(self, batch: VerifyBatch) -> Tensor:

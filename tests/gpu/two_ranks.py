@@ -1,7 +1,10 @@
 """Two ranks of the exchange kernels that share one CUDA device, in one process: each on a stream of its own.
 
 A launch must never make the host or the device wait while one rank spins for the other. So all tensors exist before a
-sequence of exchanges begins, every kernel has run before, and the launches of the ranks alternate.
+sequence of exchanges begins, every kernel has run before, and the launches of the ranks alternate. With early launches
+the programs of later exchanges start behind one that spins, and hold their place: if they filled the device, the peer's
+could not start, and nothing would ever end. So few are launched at a time. Engines launch one by one where ranks share
+a device.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ RANKS = 2
 HIDDEN = 2560
 TOKENS = (1, 3, 4, 16, 32, 33, 64, 256, 1000)
 """One-shots up to 32 tokens, then two-shots; the last takes two rounds."""
-PATIENCE = 300
+MOST_EARLY = 4
+"""Exchanges of a rank that are launched early at a time: 256 programs, of which a device runs several times as many."""
+PATIENCE = 60
 """Seconds until a hang is a failure."""
 
 
@@ -30,6 +35,8 @@ class TwoRanks:
 
     def __init__(self, device: torch.device, *, overlapped: bool, dtype: torch.dtype = torch.float32) -> None:
         self.device = device
+        self.overlapped = overlapped
+        self.num_exchanges = 0
         layout = ExchangeLayout(ranks=RANKS)
         self.groups = [
             ExchangeGroup(memory, layout, overlapped=overlapped) for memory in PeerMemory.of_one_process(layout, device)
@@ -61,6 +68,10 @@ class TwoRanks:
                     torch.cuda._sleep(delay)
             self.launch(rank, tokens)
         self.expect(tokens)
+        self.num_exchanges += 1
+        if self.overlapped and self.num_exchanges % MOST_EARLY == 0:
+            for stream in self.streams:
+                wait_for(stream)
 
     def expect(self, tokens: int) -> None:
         self.expected[tokens].copy_(rank_order_sum(self.expected[tokens], self.parts[tokens]))

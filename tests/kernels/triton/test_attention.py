@@ -26,8 +26,10 @@ from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 from tests.fakes.live_columns import live_columns
 
-KEY_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.07, torch.bfloat16: 0.07}
-"""The same for keys in FP8: another order of sums may round one to the next 8-bit float, though hardly in float32."""
+MOST_ROUNDED = 0.1
+"""Share of keys in FP8 that another order of sums in 16 bits may round to the next 8-bit float."""
+FP8_STEP = 1 / 8
+"""Between two such neighbours, of the smaller one, at most."""
 FP8_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.03, torch.bfloat16: 0.03}
 """Of a prompt's outputs over such keys."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -217,9 +219,18 @@ def check_step(device: torch.device, case: Case) -> None:
         "pool places outside the windows changed",
     )
     if stored.any():
-        tolerance = (KEY_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype]
-        assert error(pool[stored][:, 0], expected[stored][:, 0]) < tolerance, (case, "keys")
+        check_keys(pool[stored][:, 0], expected[stored][:, 0], case.dtype, fp8=case.fp8)
         assert torch.equal(pool[stored][:, 1], expected[stored][:, 1].to(pool.dtype)), (case, "values")
+
+
+def check_keys(got: Tensor, want: Tensor, dtype: torch.dtype, *, fp8: bool) -> None:
+    """Of pages."""
+    if not fp8 or dtype == torch.float32:
+        assert relative_error(got, want) < (1e-5 if fp8 else TOLERANCE[dtype]), "keys"
+        return
+    assert relative_error(got, want) <= FP8_STEP, "keys"
+    num_rounded = int((got != want).sum())
+    assert num_rounded <= MOST_ROUNDED * got.numel(), f"{num_rounded} of {got.numel()} keys differ"
 
 
 def check_same_bits(device: torch.device, case: Case) -> None:

@@ -21,7 +21,7 @@ from agentspec.types import SCRATCH_PAGE
 from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.gluon_in_interpreter import interpreted_hopper
-from tests.kernels.triton.test_attention import FP8_TOLERANCE, KEY_TOLERANCE, rope_on, weights_on
+from tests.kernels.triton.test_attention import FP8_TOLERANCE, check_keys, rope_on, weights_on
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
@@ -152,8 +152,7 @@ def check_stores(case: Case, before: Tensor, got: Tensor, want: Tensor, batch: P
         case,
         "pool places outside the spans changed",
     )
-    tolerance = (KEY_TOLERANCE if case.fp8 else TOLERANCE)[case.dtype]
-    assert relative_error(got[stored][:, 0], want[stored][:, 0]) < tolerance, (case, "keys")
+    check_keys(got[stored][:, 0], want[stored][:, 0], case.dtype, fp8=case.fp8)
     assert torch.equal(got[stored][:, 1], want[stored][:, 1].to(got.dtype)), (case, "values")
 
 
