@@ -11,18 +11,22 @@ checker's kernels take so many registers that programs of early launches would f
 from __future__ import annotations
 
 import argparse
+import faulthandler
 
 import torch
 
 from tests.gpu.two_ranks import TOKENS, TwoRanks, check_choices
 
 NUM_ROUNDS = 3
+PATIENCE = 240
+"""Seconds until a hang is a failure. Without a checker all of it takes a few."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Exchange a few tensors between two ranks on one device.")
     parser.add_argument("--sums", action="store_true", help="only sums")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     device = torch.device("cuda")
     for dtype in (torch.float32, torch.bfloat16):
         ranks = TwoRanks(device, overlapped=False, dtype=dtype)

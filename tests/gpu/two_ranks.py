@@ -49,8 +49,9 @@ class TwoRanks:
         }
         self.residuals = [{tokens: self.empty(tokens) for tokens in TOKENS} for _ in range(RANKS)]
         self.expected = {tokens: self.empty(tokens) for tokens in TOKENS}
+        torch.cuda._sleep(1)
         torch.cuda.synchronize()
-        for tokens in TOKENS:  # loads every kernel
+        for tokens in TOKENS:  # loads every kernel, as the sleep before does: a device that loads one waits for a spin
             self.exchange(tokens)
         self.check()
 

@@ -27,11 +27,12 @@ from agentspec.kernels.triton.launch import (
 )
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
 from agentspec.kernels.triton.linear_plans import Plan
+from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import Weight
 
 FEW_TOKENS = 128
-"""Most tokens that are multiplied with weights as they are decoded. Up to here four blocks of 32 tokens, as measured
-one by one, take less than what the library needs: weights written and read again in 16 bits."""
+"""Most tokens that are multiplied with weights as they are decoded. Up to here two blocks of 64 tokens or four of 32,
+as measured one by one, take less than what the library needs: weights written and read again in 16 bits."""
 
 _BLOCK_M = (8, 16, 32)
 _PIECE = 2**25
@@ -71,18 +72,35 @@ _MEASURED = {
 an H100 with `python -m benchmarks.four_bit`."""
 
 
-HOPPER_PLANS: dict[tuple[int, int], tuple[tuple[int, Plan], ...]] = {}
-"""(most tokens, plan with `programs`) in rising order by (O, K): products of more than 8 tokens with integers in groups
-of 128 without zero points that take less time by linear_hopper.py, as measured with `python -m benchmarks.four_bit
---hopper`. None is measured yet."""
+_HOPPER_TOKENS = 17
+"""Least tokens that are multiplied by linear_hopper.py: with 16, its products take about what the others do."""
+_HOPPER_WEIGHTS = 2**24
+"""Of a matrix, likewise: every program has some steps then."""
+_HOPPER_STAGES = 6
 
 
-def hopper_plan_for(num_outputs: int, depth: int, num_tokens: int) -> Plan | None:
-    """The plan of linear_hopper.py that was measured for a product, if any."""
-    if num_tokens <= _BLOCK_M[0]:
+def hopper_plan_for(
+    num_outputs: int, depth: int, num_tokens: int, num_multiprocessors: int, *, is_swiglu: bool
+) -> Plan | None:
+    """The plan of linear_hopper.py for a product with integers in groups of 128 without zero points, if that takes
+    less time. num_outputs: of gate and up together.
+
+    By what `python -m benchmarks.four_bit --hopper` measured on an H100 with 32 and 64 tokens: tiles of few rows share
+    the work best, whole parts of tiles for each program are worth a few idle multiprocessors, and more stages cost
+    more than they hide."""
+    block_o = 256 if is_swiglu else 128
+    if num_tokens < _HOPPER_TOKENS or num_outputs % block_o or num_outputs * depth < _HOPPER_WEIGHTS:
         return None
-    plans = HOPPER_PLANS.get((num_outputs, depth), ())
-    return next((plan for most, plan in plans if num_tokens <= most), None)
+    tiles = num_outputs // block_o
+    in_whole_parts = num_multiprocessors // tiles * tiles
+    return Plan(
+        block_o=block_o,
+        block_m=32 if num_tokens <= 32 else 64,
+        block_k=TILE_COLUMNS,
+        stages=_HOPPER_STAGES,
+        warps=8,
+        programs=in_whole_parts if in_whole_parts > 0.85 * num_multiprocessors else num_multiprocessors,
+    )
 
 
 def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -> FourBitPlan:
@@ -131,8 +149,11 @@ def step_product(
     out = torch.empty(num_tokens, num_outputs + num_extra, dtype=x_NK.dtype, device=x_NK.device)
     if extra_EK is not None:
         torch.mm(x_NK, extra_EK.t(), out=out[:, num_outputs:])
-    hopper = hopper_plan_for(weight_OK.shape[0], depth, num_tokens)
-    if hopper is not None and linear_hopper.supports_four_bit(hopper, x_NK, weight_OK):
+    hopper = None
+    if linear_hopper.supports_four_bit(x_NK, weight_OK):
+        num_multiprocessors = machine_of(x_NK.device).num_multiprocessors
+        hopper = hopper_plan_for(*weight_OK.shape, num_tokens, num_multiprocessors, is_swiglu=is_swiglu)
+    if hopper is not None:
         linear_hopper.launch_four_bit(hopper, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
     elif num_tokens:
         plan = plan_for(weight_OK.shape[0], depth, num_tokens, is_float=weight_OK.form.kind == "e2m1")

@@ -22,6 +22,8 @@ as in linear_tiles.walk_scaled. Shape letters as in linear_layers.py.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import triton
 import triton.language as tl
@@ -114,14 +116,14 @@ def launch_product(
     return out
 
 
-def supports_four_bit(plan: Plan, x_NK: Tensor, weight_OK: Weight) -> bool:
-    """Whether `launch_four_bit` can compute a product by a plan with `programs`, on this device: with integers in
-    groups of 128 without zero points."""
+def supports_four_bit(x_NK: Tensor, weight_OK: Weight) -> TypeGuard[FourBitTiles]:
+    """Whether `launch_four_bit` can compute a product on this device, by a plan whose tiles divide the weight's rows:
+    with integers in groups of 128 without zero points."""
     if INTERPRETED or x_NK.dtype != torch.bfloat16 or not isinstance(weight_OK, FourBitTiles):
         return False
     form = weight_OK.form
     is_integer = form.kind == "int4" and form.group == SCALE_BLOCK and not form.has_zeros
-    is_whole = weight_OK.shape[0] % plan.block_o == 0 and weight_OK.values.is_contiguous()
+    is_whole = weight_OK.values.is_contiguous()
     return is_integer and is_whole and machine_of(x_NK.device).capability[0] == 9
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton.four_bit_layers import hopper_plan_for
 from agentspec.kernels.triton.linear_hopper import ROWS
 from agentspec.kernels.triton.linear_plans import Plan
-from benchmarks.four_bit import SHAPES, hopper_candidates
+from benchmarks.four_bit import SHAPES
 from benchmarks.linear import hopper_plans
 from benchmarks.linear_results import MODELS
 from tests.kernels.triton.compile_case import CompileCase
@@ -76,30 +77,28 @@ def layer(name: str, num_tokens: int, *, has_pieces: bool = False, stack_bytes: 
     ]
 
 
-def four_bit_layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
-    """A case for each height of a tile."""
+def four_bit_layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> CompileCase:
+    """By the plan that a step uses."""
     is_swiglu = name == "27B ffn in"
-    found = hopper_candidates(SHAPES[name], num_tokens, NUM_MULTIPROCESSORS, is_swiglu=is_swiglu)
-    signature = {"weights": _blocks(8, 32, gl.int32), "scales": "*bf16"}
-    return [
-        _case(
-            f"{name} for Hopper M={num_tokens} int4, tiles of {plan.block_o}",
-            plan,
-            signature | ({} if is_swiglu else {"residual": "*bf16"}),
-            instructions=("cp.async.bulk.tensor.3d", "lop3.b32 s", "ld.shared.v4.b32"),
-            stack_bytes=stack_bytes,
-            BLOCK_ROWS=1,
-            SWIGLU=is_swiglu,
-        )
-        for plan in {plan.block_o: plan for plan in found}.values()
-    ]
+    plan = hopper_plan_for(*SHAPES[name], num_tokens, NUM_MULTIPROCESSORS, is_swiglu=is_swiglu)
+    assert plan is not None
+    return _case(
+        f"{name} for Hopper M={num_tokens} int4",
+        plan,
+        {"weights": _blocks(8, 32, gl.int32), "scales": "*bf16"} | ({} if is_swiglu else {"residual": "*bf16"}),
+        instructions=("cp.async.bulk.tensor.3d", "lop3.b32 s", "ld.shared.v4.b32"),
+        stack_bytes=stack_bytes,
+        BLOCK_ROWS=1,
+        SWIGLU=is_swiglu,
+    )
 
 
 CASES = [
-    *four_bit_layer("27B ffn in", 32),
+    four_bit_layer("27B ffn in", 32),
     # With Triton 3.9 addresses are kept in local memory, from one tile to the next; the loops over steps have none.
-    *four_bit_layer("27B ffn in", 64, stack_bytes=56),
-    *four_bit_layer("27B ffn out", 32),
+    four_bit_layer("27B ffn in", 64, stack_bytes=56),
+    four_bit_layer("27B ffn out", 32),
+    four_bit_layer("27B ffn out", 64),
     *layer("ffn in", 16),
     # Addresses of pieces need more of the fetching warp's 40 registers than there are, so what all warps compute at the
     # start is stored, and read again where a group of warps begins and once for a tile; never in the loops over steps.

@@ -99,15 +99,16 @@ def test_only_integers_in_groups_of_128_without_zero_points_are_supported(device
     x = torch.zeros(16, 256, dtype=torch.bfloat16, device=device)
     for form in (*FORMS, FourBitForm(kind="int4", group=32)):
         weight = FourBitTiles.empty(form, (256, 256), device)
-        is_supported = linear_hopper.supports_four_bit(plan(256, 16, 3), x, weight)
+        is_supported = linear_hopper.supports_four_bit(x, weight)
         is_taken = form.kind == "int4" and form.group == 128 and not form.has_zeros
         assert is_supported == (is_taken and not INTERPRETED)
-    odd = FourBitTiles.empty(FORM, (144, 256), device)
-    assert not linear_hopper.supports_four_bit(plan(128, 16, 3), x, odd)
 
 
-def test_a_measured_plan_is_used_where_it_can_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper and from 9 tokens up; elsewhere the product is that of linear_four_bit.py."""
+@pytest.mark.parametrize("is_swiglu", [False, True], ids=["plain", "SwiGLU"])
+def test_more_than_16_tokens_are_multiplied_in_warp_groups_where_they_can_be(
+    is_swiglu: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper, with rows in whole tiles; elsewhere the product is that of linear_four_bit.py."""
     launched: list[int] = []
     launch = linear_hopper.launch_four_bit
 
@@ -116,12 +117,29 @@ def test_a_measured_plan_is_used_where_it_can_be(device: torch.device, monkeypat
         launch(plan, x, *rest, **options)
 
     monkeypatch.setattr(linear_hopper, "launch_four_bit", counted)
-    monkeypatch.setitem(four_bit_layers.HOPPER_PLANS, (256, 256), ((16, plan(256, 16, 3)), (40, plan(256, 32, 3))))
+    monkeypatch.setattr(four_bit_layers, "_HOPPER_WEIGHTS", 256 * 256)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    for num_tokens in (8, 9, 16, 40, 41):
-        layer = Layer(num_tokens, (256, 256), 5, device)
+    for num_tokens, rows in ((16, 256), (17, 256), (17, 288), (64, 256), (128, 256), (17, 240)):
+        layer = Layer(num_tokens, (rows, 256), 5, device)
         layer.x, residual = layer.x.to(dtype), layer.residual.to(dtype)
-        got = four_bit_layers.step_product(layer.x, layer.weight, residual_NO=residual)
         expected = layer.product + residual.double()
+        if is_swiglu:
+            gate, up = layer.product.chunk(2, -1)
+            expected = silu(gate) * up
+        got = four_bit_layers.step_product(
+            layer.x, layer.weight, residual_NO=None if is_swiglu else residual, is_swiglu=is_swiglu
+        )
         assert ((got.double() - expected).norm() / expected.norm()).item() < 6e-3, layer.note
-    assert launched == ([] if INTERPRETED else [9, 16, 40])
+    assert launched == ([] if INTERPRETED else [17, 64, 128])
+
+
+def test_plans_divide_tiles_between_almost_all_multiprocessors() -> None:
+    for num_outputs, depth in ((34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144), (2560, 9216), (17408, 5120)):
+        for num_tokens in (17, 32, 33, 64, 128):
+            for is_swiglu in (False, True):
+                found = four_bit_layers.hopper_plan_for(num_outputs, depth, num_tokens, 132, is_swiglu=is_swiglu)
+                assert found is not None
+                assert num_outputs % found.block_o == 0
+                assert 112 < found.programs <= 132
+    assert four_bit_layers.hopper_plan_for(34816, 5120, 16, 132, is_swiglu=True) is None
+    assert four_bit_layers.hopper_plan_for(1024, 3584, 32, 132, is_swiglu=False) is None
