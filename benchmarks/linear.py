@@ -111,7 +111,7 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
             case "norm_swiglu":
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":
-                return ours.launch_logits(plan, x, weight.tensor, num_real)
+                return ours.launch_logits(plan, x, weight, num_real)
             case "draft_argmax":
                 return ours.launch_draft_argmax(plan, x, weight, None)
     values = weight.tensor
