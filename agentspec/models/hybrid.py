@@ -207,7 +207,7 @@ class HybridModel(ABC):
         self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
         return draft_head_bytes(self._draft_head_OH, self._draft_ids_O, self._head_VH)
 
-    def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Plain, Tensor | None]:
+    def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Weight, Tensor | None]:
         return draft_rows(
             self._head_VH, self._embedding_VH, ids, self.spec.num_real_tokens, self._group, tied=self._tied
         )

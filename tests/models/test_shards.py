@@ -240,7 +240,7 @@ def test_published_sizes_are_shared(name: str, count: int, monkeypatch: pytest.M
     print(f"{name} N={count}: {held / 1e9:.2f} GB of {total / 1e9:.2f}, {replicated / 1e9:.2f} replicated")
     # Repeated KV heads are the slack.
     assert held <= (total - replicated) / count + replicated + 0.01 * total
-    in_blocks_of_128 = ("35B-A3B-FP8", "35B-A3B-mixed4", "35B-A3B-int4")
+    in_blocks_of_128 = ("35B-A3B-FP8", "35B-A3B-mixed4", "35B-A3B-mixed4-head4", "35B-A3B-int4")
     assert by_expert(config, count) == (name in in_blocks_of_128 and count == 8)
     whole, part = (state_forms(config, torch.bfloat16) for config in (config, rank_config(config, rank)))
     hidden = 2 * config.hidden_size
