@@ -162,8 +162,34 @@ class Plain(Weight):
         return Plain(numbers_OC.to(self.values.dtype))
 
 
+class _Fp8(Weight):
+    """What forms of float8_e4m3fn values with float32 scales have in common."""
+
+    __slots__ = ()
+
+    scales: Tensor
+
+    def _check(self, shape: Sequence[int]) -> None:
+        assert self.scales.shape == tuple(shape), (
+            f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
+        )
+        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
+            f"{self.values.dtype} {self.scales.dtype}"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def is_finite(self) -> bool:
+        # An 8-bit float is NaN only for two codes: all ones, with either sign.
+        codes = self.values.view(torch.uint8)
+        has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
+        return not has_nan and bool(self.scales.isfinite().all())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockScaled(Weight):
+class BlockScaled(_Fp8):
     """w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK], for a matrix or for each matrix of a
     stack."""
 
@@ -179,21 +205,13 @@ class BlockScaled(Weight):
 
     def __post_init__(self) -> None:
         assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows}"
-        expected = scales_shape(self.values.shape, self.block_rows)
-        assert self.scales.shape == expected, f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
-        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
-            f"{self.values.dtype} {self.scales.dtype}"
-        )
+        self._check(scales_shape(self.values.shape, self.block_rows))
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, device: torch.device, block_rows: int = SCALE_BLOCK) -> BlockScaled:
         """Allocate a weight without initializing it."""
         scales = torch.empty(scales_shape(shape, block_rows), dtype=torch.float32, device=device)
         return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales, block_rows=block_rows)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
 
     @property
     def form_name(self) -> str:
@@ -204,9 +222,6 @@ class BlockScaled(Weight):
         num_rows, depth = self.shape[-2:]
         scales = self.scales.repeat_interleave(self.block_rows, -2)[..., :num_rows, :]
         return (self.values.float() * scales.repeat_interleave(SCALE_BLOCK, -1)[..., :depth]).to(dtype)
-
-    def is_finite(self) -> bool:
-        return not _has_nan(self.values) and bool(self.scales.isfinite().all())
 
     def cut(self, region: Region) -> BlockScaled:
         return BlockScaled(
@@ -245,7 +260,7 @@ class BlockScaled(Weight):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowScaled(Weight):
+class RowScaled(_Fp8):
     """w[o, k] = values[o, k] * scales[o], for a matrix or for each matrix of a stack. The form of a head: of the
     kernels' products only `logits` and `draft_argmax` take it."""
 
@@ -258,12 +273,7 @@ class RowScaled(Weight):
     """float32 [..., O]."""
 
     def __post_init__(self) -> None:
-        assert self.scales.shape == self.values.shape[:-1], (
-            f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
-        )
-        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
-            f"{self.values.dtype} {self.scales.dtype}"
-        )
+        self._check(self.values.shape[:-1])
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, device: torch.device) -> RowScaled:
@@ -272,19 +282,12 @@ class RowScaled(Weight):
         return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales)
 
     @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
-
-    @property
     def form_name(self) -> str:
         return "float8_e4m3fn by row"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Exact in float32 if scales have at most 20 bits of mantissa."""
         return (self.values.float() * self.scales[..., None]).to(dtype)
-
-    def is_finite(self) -> bool:
-        return not _has_nan(self.values) and bool(self.scales.isfinite().all())
 
     def cut(self, region: Region) -> RowScaled:
         return RowScaled(values=self.values[region], scales=self.scales[region[: self.scales.dim()]])
@@ -308,12 +311,6 @@ class RowScaled(Weight):
 
     def from_numbers(self, numbers_OC: Tensor) -> RowScaled:
         return RowScaled(values=numbers_OC[:, :-1].to(FP8), scales=numbers_OC[:, -1].contiguous())
-
-
-def _has_nan(values: Tensor) -> bool:
-    """Whether an 8-bit float is NaN, which two codes are: all ones, with either sign."""
-    codes = values.view(torch.uint8)
-    return bool(codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF)
 
 
 def _in_blocks(index: int | slice, size: int) -> slice:
