@@ -125,8 +125,8 @@ class HybridModel(ABC):
         self._draft_head_OH: kernels.Weight | None = None
         self._draft_ids_O: Tensor | None = None
         """This rank's rows of the draft head, and the token of each; None: row o is token o."""
-        # Rows of a quantised head are a copy, which `limit_drafts` or the first draft makes.
-        if not self._head_VH.is_quantized:
+        # Rows of a head that can't draft are a copy, which `limit_drafts` or the first draft makes.
+        if self._head_VH.can_draft:
             self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))
         scope.finish()
 

@@ -253,7 +253,7 @@ def test_published_sizes_are_shared(name: str, count: int, monkeypatch: pytest.M
     model = outline(config, spec, dtype=torch.bfloat16, fp8_drafts=False, rank=rank, group=group)
     assert model._head_VH.shape == (248_320 // count, config.hidden_size)
     padding = config.vocab_size - spec.num_real_tokens
-    if model._head_VH.is_quantized:  # a copy of its rows is made late
+    if not model._head_VH.can_draft:  # a copy of its rows is made late
         model.limit_drafts(range(spec.num_real_tokens))
     assert model._draft_ids_O is not None
     assert len(model._draft_ids_O) == 248_320 // count - padding, "all padding is on the last rank"
