@@ -20,7 +20,7 @@ from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
-from agentspec.models.tensors import HEAD, parameter_shapes, quantized_schemes
+from agentspec.models.tensors import HEAD, head_scheme, parameter_shapes, quantized_schemes
 from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
 
 ROUTED = ".mlp.experts."
@@ -142,7 +142,7 @@ def parameter_bytes(
 
 def draft_head_bytes(config: TextConfig, num_rows: int, dtype: torch.dtype, *, fp8: bool) -> int:
     """Rows of the draft head. fp8: they are in 8 bits, if they don't keep the form of the head (models/heads.py)."""
-    shape, scheme = (num_rows, config.hidden_size), quantized_schemes(config).get(HEAD)
+    shape, scheme = (num_rows, config.hidden_size), head_scheme(config)
     if scheme is not None:
         rows = scheme.empty(shape, device=META, dtype=dtype, block_rows=SCALE_BLOCK)
         if rows.can_draft:

@@ -182,13 +182,20 @@ def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     for parts in stacked_parts(shapes):
         refuse_unlike_parts({part: schemes[part] for part in parts})
     found = {name: scheme for name, scheme in schemes.items() if scheme is not None}
-    head = None if config.tied or config.quantization.is_official else config.quantization.scheme("lm_head")
-    if head is not None and (kept := head.for_head()) is not None:
-        found[HEAD] = kept
+    if (head := head_scheme(config)) is not None:
+        found[HEAD] = head
     shapes = parameter_shapes(config)
     for name, scheme in found.items():
         refuse_part_blocks(name, shapes[name], scheme)
     return found
+
+
+def head_scheme(config: TextConfig) -> Scheme | None:
+    """How a quantised head is stored in a form that GPUs multiply; None: there is none."""
+    if config.tied or config.quantization is None or config.quantization.is_official:
+        return None
+    scheme = config.quantization.scheme("lm_head")
+    return None if scheme is None else scheme.for_head()
 
 
 def stacked_parts(names: Iterable[str]) -> Iterator[list[str]]:
