@@ -1,7 +1,7 @@
 """Tune the linear layers of a decode step: `python -m benchmarks.linear` on a CUDA device.
 
 For every layer shape of the published models and several token counts, it measures our kernels under many plans, and
-torch's matmul with separate kernels for the fused parts (torch has no matmul of block-scaled weights without rounding).
+torch's matmul with separate kernels for the fused parts (torch has no matmul of scaled weights without rounding).
 Each is timed as in a step: a CUDA graph of many launches in sequence, over weights that together exceed the L2. All
 plans are compiled and checked against float64 first, in parallel processes; the best ones are checked again at their
 real shapes.
@@ -34,7 +34,7 @@ from agentspec.kernels.triton.linear_hopper import ROWS
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES
 from agentspec.kernels.triton.norms import rms_norm
-from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, Weight
+from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, RowScaled, Weight
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.linear_results import (
     MODELS,
@@ -83,11 +83,13 @@ class Operands:
             if not shape.fp8:
                 return Plain(randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5))
             # Any code except NaN, of either sign: small and large values are equally frequent. Their root mean square
-            # is
-            # about 120.
+            # is about 120.
             size = (shape.num_outputs, shape.depth)
             values = torch.randint(0, 0x7F, size, generator=generator, device="cuda", dtype=torch.uint8)
             values |= torch.randint(0, 2, size, generator=generator, device="cuda", dtype=torch.uint8) << 7
+            if shape.by_row:
+                of_rows = torch.rand(shape.num_outputs, generator=generator, device="cuda") + 0.5
+                return RowScaled(values=values.view(FP8), scales=of_rows * (shape.depth**-0.5 / 120))
             scales = torch.rand([-(-side // SCALE_BLOCK) for side in size], generator=generator, device="cuda") + 0.5
             return BlockScaled(values=values.view(FP8), scales=scales * (shape.depth**-0.5 / 120))
 
@@ -111,7 +113,7 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
             case "norm_swiglu":
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":
-                return ours.launch_logits(plan, x, weight.tensor, num_real)
+                return ours.launch_logits(plan, x, weight, num_real)
             case "draft_argmax":
                 return ours.launch_draft_argmax(plan, x, weight, None)
     values = weight.tensor
@@ -157,23 +159,23 @@ def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: to
     return "" if error < TOLERANCE else f"relative error {error}"
 
 
-Form = tuple[Kind, bool, bool]
-"""Of a layer, what its code depends on besides the plan: kind, whether its weight is block-scaled, whether there are
-extra rows."""
+Form = tuple[Kind, bool, bool, bool]
+"""Of a layer, what its code depends on besides the plan: kind, whether its weight is in 8 bits, whether that has scales
+of rows, whether there are extra rows."""
 
 
 def form_of(shape: Shape) -> Form:
-    return shape.kind, shape.fp8, shape.num_extra > 0
+    return shape.kind, shape.fp8, shape.by_row, shape.num_extra > 0
 
 
 def prepare(form: Form, plan: Plan) -> str:
     """In a worker: compile one candidate and run it twice on a small problem with ragged edges. Return its fault."""
-    kind, fp8, has_extra = form
+    kind, fp8, by_row, has_extra = form
     # Gate and up rows of a block-scaled weight have tiles of their own, as at real shapes.
     is_whole = plan.programs or (fp8 and kind == "norm_swiglu")
     num_outputs = 4 * plan.block_o if is_whole else 2 * plan.block_o + 32
     try:
-        shape = Shape(kind, num_outputs, 6 * plan.block_k * plan.split, fp8, 48 * has_extra)
+        shape = Shape(kind, num_outputs, 6 * plan.block_k * plan.split, fp8, 48 * has_extra, by_row)
         for num_tokens in (plan.block_m // 2 + 1, plan.block_m):
             operands = Operands.random(shape, num_tokens, 1)
             (weight,) = operands.weights
@@ -638,7 +640,7 @@ def main() -> None:
         print(line)
     for name in args.models:
         for tokens in sorted(args.tokens):
-            if all(
+            if not MODELS[name].only_head and all(
                 at in tuner.cells and tuner.cells[at].seconds
                 for at in (
                     (MODELS[name].shapes()[layer], tokens) for layer in ("delta in", "delta out", "ffn in", "ffn out")

@@ -33,9 +33,11 @@ class Shape:
     num_outputs: int
     depth: int
     fp8: bool = False
-    """Block-scaled weights."""
+    """Weights in 8 bits: block-scaled, unless by_row."""
     num_extra: int = 0
     """16-bit rows whose outputs come after the others."""
+    by_row: bool = False
+    """Of weights in 8 bits: with a scale for each row."""
 
     @property
     def element_bytes(self) -> int:
@@ -43,8 +45,15 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        scales = 4 * -(-self.num_outputs // SCALE_BLOCK) * -(-self.depth // SCALE_BLOCK) if self.fp8 else 0
-        return self.element_bytes * self.num_outputs * self.depth + scales + 2 * self.num_extra * self.depth
+        num_scales = -(-self.num_outputs // SCALE_BLOCK) * -(-self.depth // SCALE_BLOCK) if self.fp8 else 0
+        if self.by_row:
+            num_scales = self.num_outputs
+        return self.element_bytes * self.num_outputs * self.depth + 4 * num_scales + 2 * self.num_extra * self.depth
+
+    @property
+    def weight(self) -> str | None:
+        """The form of the weight, as `linear_plans.json` has it; None: 16-bit."""
+        return "fp8 rows" if self.by_row else "fp8" if self.fp8 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Model:
     heads: tuple[int, int, int]
     fp8: bool = False
     mixture: bool = False
+    only_head: bool = False
+    """In 8 bits with a scale for each row. All other layers are those of other entries, or of benchmarks.four_bit."""
     ranks: int = 1
     """Of a group that shares the model (models/shards.py); the sizes above are the whole model's."""
 
@@ -65,6 +76,15 @@ class Model:
         """Of one rank. Where there are several, a product that ends in the residual is a partial sum."""
         queries, keys, values = (heads // self.ranks for heads in self.heads)
         gates, ffn, recurrent_keys = 2 * values, self.ffn // self.ranks, 16 // self.ranks
+        if self.only_head:
+            heads: dict[str, tuple[Kind, int]] = {
+                "draft head": ("draft_argmax", DRAFT_VOCABULARY),
+                "logits": ("logits", VOCABULARY),
+            }
+            return {
+                name: Shape(kind, num_rows // self.ranks, self.hidden, fp8=True, by_row=True)
+                for name, (kind, num_rows) in heads.items()
+            }
         out: Kind = "add_linear" if self.ranks == 1 else "linear"
         sizes: dict[str, tuple[Kind, int, int]] = {
             "delta in": (
@@ -96,8 +116,12 @@ MODELS = {
     "35B-A3B": Model(2048, 512, (16, 2, 32), mixture=True),
     "27B-FP8": Model(5120, 17408, (24, 4, 48), fp8=True),
     "35B-A3B-FP8": Model(2048, 512, (16, 2, 32), fp8=True, mixture=True),
+    "27B-mixed4": Model(5120, 17408, (24, 4, 48), only_head=True),
+    "35B-A3B-mixed4": Model(2048, 512, (16, 2, 32), mixture=True, only_head=True),
 }
-MODELS |= {f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B-FP8")}
+MODELS |= {
+    f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B-FP8", "27B-mixed4")
+}
 """Layers of FP8 models with block-scaled weights; the others equal those of the same model in 16 bits."""
 
 
@@ -175,7 +199,7 @@ def plan_file(device: str, cells: Cells, recorded: str) -> str:
     counts without a measurement keep what the recorded text says."""
     layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
     for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
-        form = {"weight": "fp8"} if shape.fp8 else {}
+        form = {} if shape.weight is None else {"weight": shape.weight}
         layer = {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth}
         measured = sorted(count for (at, count), cell in cells.items() if at == shape and cell.seconds)
         chosen = [(most, None if plan is None else _fields(plan)) for most, plan in chosen_plans(shape, cells)]

@@ -5,8 +5,9 @@ Contains only shapes: no checkpoint, no tokenizer, no text.
 
 from __future__ import annotations
 
+import re
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.outline import quantization_as
 from agentspec.models.protocol import VerifyBatch
+from agentspec.models.quantised.recipes import RECIPES, Int4
 from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import Rings, entry_bytes, page_bytes, row_bytes
@@ -144,17 +146,25 @@ def _nvfp4_mixed(layers: int, *, experts: bool) -> dict[str, Any]:
     }
 
 
+_MIXED4 = RECIPES["mixed4"]
+_HEAD_IN_INT4 = re.compile(r"lm_head\.weight").fullmatch, lambda _: Int4(128)
+_RECIPES = {
+    "mixed4": _MIXED4,
+    "int4": RECIPES["int4"],
+    "mixed4-head4": replace(_MIXED4, choices=(_HEAD_IN_INT4, *_MIXED4.choices)),
+}
+"""What checkpoints are measured as: what `agentspec quantize` writes, and mixed4 with its head in 4 bits too."""
 for _name, _targets in {
     "4B": ("mixed4", "int4"),
-    "27B": ("mixed4", "int4"),
-    "35B-A3B": ("mixed4", "int4"),
+    "27B": ("mixed4", "int4", "mixed4-head4"),
+    "35B-A3B": ("mixed4", "int4", "mixed4-head4"),
     "122B-A10B": ("mixed4",),
     "397B-A17B": ("mixed4",),
 }.items():
     _config = parse_text_config(CONFIG_FILES[_name])
     for _target in _targets:
         CONFIG_FILES[f"{_name}-{_target}"] = CONFIG_FILES[_name] | {
-            "quantization_config": quantization_as(_config, _target)
+            "quantization_config": quantization_as(_config, _RECIPES[_target])
         }
 for _name, _layers in {"27B": 64, "35B-A3B": 40}.items():
     CONFIG_FILES[f"{_name}-nvfp4"] = CONFIG_FILES[_name] | {

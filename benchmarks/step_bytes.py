@@ -15,12 +15,12 @@ from agentspec.kernels import SCALE_BLOCK
 from agentspec.models.attention import attention_form
 from agentspec.models.fp8_drafts import quantize_mtp_layer
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.outline import parameters_of
+from agentspec.models.outline import META, parameters_of
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.state import entry_bytes, page_bytes, row_bytes
-from agentspec.models.tensors import HEAD, parameter_shapes, quantized_schemes
+from agentspec.models.tensors import HEAD, head_scheme, parameter_shapes, quantized_schemes
 from agentspec.types import BLOCK_TOKENS, FOLD_TOKENS
 
 ROUTED = ".mlp.experts."
@@ -107,8 +107,7 @@ def step_bytes(
         experts=round(chosen),
         head=sizes.get(HEAD, config.vocab_size // rank.count * head_row),
         mtp=num_drafted * draft,
-        draft_head=num_drafted
-        * weight_bytes((-(-draft_vocab // rank.count), config.hidden_size), dtype, fp8=fp8_drafts),
+        draft_head=num_drafted * draft_head_bytes(config, -(-draft_vocab // rank.count), dtype, fp8=fp8_drafts),
         state=batch
         * (
             (num_drafted + num_copies + 2) * row_bytes(state_forms(config, dtype))
@@ -139,6 +138,16 @@ def parameter_bytes(
     if fp8_drafts:
         quantize_mtp_layer(parameters)
     return {name: parameter.nbytes for name, parameter in parameters.items()}
+
+
+def draft_head_bytes(config: TextConfig, num_rows: int, dtype: torch.dtype, *, fp8: bool) -> int:
+    """Rows of the draft head. fp8: they are in 8 bits, if they don't keep the form of the head (models/heads.py)."""
+    shape, scheme = (num_rows, config.hidden_size), head_scheme(config)
+    if scheme is not None:
+        rows = scheme.empty(shape, device=META, dtype=dtype, block_rows=SCALE_BLOCK)
+        if rows.can_draft:
+            return rows.nbytes
+    return weight_bytes(shape, dtype, fp8=fp8)
 
 
 def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:

@@ -113,8 +113,27 @@ def test_the_tables_have_a_row_per_layer_and_a_row_per_cell() -> None:
     assert len(list(cell_lines(measured, ["4B"], 3e12))) == 2 + 2
 
 
+def test_heads_with_scales_of_rows_are_measured_for_entries_of_their_own(tmp_path: Path) -> None:
+    shapes = MODELS["27B-mixed4"].shapes()
+    assert shapes.keys() == {"logits", "draft head"}
+    logits = shapes["logits"]
+    assert logits.weight_bytes == 248_320 * (5120 + 4)
+    assert MODELS["27B-mixed4, 2 ranks"].shapes()["logits"].weight_bytes == logits.weight_bytes // 2
+    for num_tokens in (1, 4, 16, 32, 64, 128):
+        plans = list(candidates(logits, num_tokens, 132))
+        assert len(plans) > 3
+        assert not any(plan.programs or plan.norm_apart or plan.split > 1 for plan in plans)
+    measured = cells({4: {NARROW: 10.0}, 16: {WIDE: 12.0}}, logits)
+    path = tmp_path / "plans.json"
+    path.write_text(plan_file("some device", measured, linear_plans.FILE.read_text()))
+    assert linear_plans._read(path, "fp8 rows")["logits", 248_320, 5120] == ((4, NARROW), (16, WIDE))
+    assert linear_plans._read(path) == MEASURED
+    assert linear_plans._read(path, "fp8") == MEASURED_FP8
+
+
 def test_every_published_layer_has_a_measured_plan() -> None:
-    for name in MODELS:
+    """Apart from heads with scales of rows."""
+    for name in (name for name in MODELS if not MODELS[name].only_head):
         for layer, shape in MODELS[name].shapes().items():
             assert (shape.kind, shape.num_outputs, shape.depth) in (MEASURED_FP8 if shape.fp8 else MEASURED), (
                 f"{name} {layer}"

@@ -189,10 +189,10 @@ def test_engine_flags_change_the_plan(capsys: pytest.CaptureFixture[str], tmp_pa
             48,
             "6.54 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weights",
         ),
-        ("27B", 32, "--to mixed4 with 20.2 GiB of weights, --to int4 with 16.9 GiB of weights\n"),
-        ("27B", 24, "would fit: --to int4 with 16.9 GiB of weights\n"),
+        ("27B", 32, "--to mixed4 with 19.0 GiB of weights, --to int4 with 16.9 GiB of weights\n"),
+        ("27B", 21, "would fit: --to int4 with 16.9 GiB of weights\n"),
         ("27B", 8, "makes nothing that would fit: the least is --to int4 with 16.9 GiB of weights"),
-        ("122B-A10B-FP8", 100, "`agentspec quantize` makes what would fit: --to mixed4 with 65.0 GiB of weights"),
+        ("122B-A10B-FP8", 100, "`agentspec quantize` makes what would fit: --to mixed4 with 64.3 GiB of weights"),
     ],
 )
 def test_a_model_that_does_not_fit_is_answered_with_what_would(

@@ -19,6 +19,7 @@ from agentspec.models.hf_config import MoeConfig, TextConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.quantization import is_convertible
 from agentspec.models.qwen3_5 import state_forms
+from agentspec.models.shards import SINGLE_RANK, Rank
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_shapes, quantized_schemes
 from agentspec.simulate.model_costs import model_costs
@@ -107,6 +108,23 @@ def test_8_bit_drafts_are_counted_with_8_bits() -> None:
     assert fp8.draft_head == pytest.approx(plain.draft_head / 2, rel=1e-3)
     fc = 3 * 2 * 2560 * 5120
     assert fp8.mtp - fc == pytest.approx((plain.mtp - fc) / 2, rel=1e-3)
+
+
+def test_a_head_in_8_bits_is_read_and_drafted_from_in_8_bits() -> None:
+    """As `agentspec quantize --to mixed4` writes it; beside it one in int4, whose draft head is as of any other."""
+    rows, depth = CONFIGS["27B"].vocab_size, CONFIGS["27B"].hidden_size
+    for rank, fp8_drafts in ((SINGLE_RANK, True), (SINGLE_RANK, False), (Rank(1, 2), True)):
+        settings: dict[str, Any] = {"batch": 1, "num_drafted": 3, "context": 0, "draft_vocab": 32_768, "rank": rank}
+        full, eight, four = (
+            step_bytes(CONFIGS[name], **settings, fp8_drafts=fp8_drafts)
+            for name in ("27B", "27B-mixed4", "27B-mixed4-head4")
+        )
+        assert full.head == rows * depth * 2 // rank.count
+        assert eight.head == rows * (depth + 4) // rank.count
+        assert four.head == rows * (depth // 2 + depth // 128 * 2) // rank.count
+        assert eight.draft_head == 3 * 32_768 * (depth + 4) // rank.count
+        assert four.draft_head == full.draft_head
+        assert (four.weights, four.mtp) == (eight.weights, eight.mtp)
 
 
 # Experts
@@ -244,11 +262,13 @@ def test_only_parts_missing_in_the_small_model_are_checked_by_blocks() -> None:
         "27B-FP8",
         "27B-int4",
         "27B-mixed4",
+        "27B-mixed4-head4",
         "27B-nvfp4",
         "35B-A3B",
         "35B-A3B-FP8",
         "35B-A3B-int4",
         "35B-A3B-mixed4",
+        "35B-A3B-mixed4-head4",
         "35B-A3B-nvfp4",
     }
 

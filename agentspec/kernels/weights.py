@@ -1,10 +1,11 @@
 """Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one scale
-per block.
+per block or per row.
 
 Owns the forms: the values that a weight stands for (`dequantize`), and how it is sliced, joined and filled. Code other
 than product kernels uses these methods and never checks the form. Knows nothing of checkpoints, layers or products.
 
-Shape letters: O output features (rows), K input features, X matrices of a stack, E rows in full precision.
+Shape letters: O output features (rows), K input features, X matrices of a stack, E rows in full precision, C numbers of
+a row.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Weight(ABC):
     """Selects the measured plans of products with such a weight."""
     is_quantized: ClassVar[bool] = True
     """Whether values were rounded for this form; such a weight is not quantized again."""
+    can_draft: ClassVar[bool] = False
+    """Whether rows of a head in this form make a draft head as they are. Of others they are expanded first."""
 
     values: Tensor
     """The stored elements."""
@@ -103,6 +106,14 @@ class Weight(ABC):
 
         A plain weight accepts any form, other forms accept only their own."""
 
+    def to_numbers(self) -> Tensor:
+        """What each row of a matrix consists of, unrounded: float32 [O, C]. Only forms that can draft have it."""
+        raise AssertionError(f"{type(self).__name__} has rows that are no numbers")
+
+    def from_numbers(self, numbers_OC: Tensor) -> Weight:
+        """The matrix that consists of these rows, in this weight's form; the inverse of `to_numbers`."""
+        raise AssertionError(f"{type(self).__name__} has rows that are no numbers")
+
 
 @dataclass(frozen=True, slots=True)
 class Plain(Weight):
@@ -110,6 +121,7 @@ class Plain(Weight):
 
     plan_key: ClassVar[str] = "plain"
     is_quantized: ClassVar[bool] = False
+    can_draft: ClassVar[bool] = True
 
     values: Tensor
 
@@ -143,9 +155,41 @@ class Plain(Weight):
     def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
         self.values[region].copy_(source.dequantize(self.values.dtype)[source_region])
 
+    def to_numbers(self) -> Tensor:
+        return self.values.float()
+
+    def from_numbers(self, numbers_OC: Tensor) -> Plain:
+        return Plain(numbers_OC.to(self.values.dtype))
+
+
+class _Fp8(Weight):
+    """What forms of float8_e4m3fn values with float32 scales have in common."""
+
+    __slots__ = ()
+
+    scales: Tensor
+
+    def _check(self, shape: Sequence[int]) -> None:
+        assert self.scales.shape == tuple(shape), (
+            f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
+        )
+        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
+            f"{self.values.dtype} {self.scales.dtype}"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def is_finite(self) -> bool:
+        # An 8-bit float is NaN only for two codes: all ones, with either sign.
+        codes = self.values.view(torch.uint8)
+        has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
+        return not has_nan and bool(self.scales.isfinite().all())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockScaled(Weight):
+class BlockScaled(_Fp8):
     """w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK], for a matrix or for each matrix of a
     stack."""
 
@@ -161,21 +205,13 @@ class BlockScaled(Weight):
 
     def __post_init__(self) -> None:
         assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows}"
-        expected = scales_shape(self.values.shape, self.block_rows)
-        assert self.scales.shape == expected, f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
-        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
-            f"{self.values.dtype} {self.scales.dtype}"
-        )
+        self._check(scales_shape(self.values.shape, self.block_rows))
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, device: torch.device, block_rows: int = SCALE_BLOCK) -> BlockScaled:
         """Allocate a weight without initializing it."""
         scales = torch.empty(scales_shape(shape, block_rows), dtype=torch.float32, device=device)
         return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales, block_rows=block_rows)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
 
     @property
     def form_name(self) -> str:
@@ -186,12 +222,6 @@ class BlockScaled(Weight):
         num_rows, depth = self.shape[-2:]
         scales = self.scales.repeat_interleave(self.block_rows, -2)[..., :num_rows, :]
         return (self.values.float() * scales.repeat_interleave(SCALE_BLOCK, -1)[..., :depth]).to(dtype)
-
-    def is_finite(self) -> bool:
-        # An 8-bit float is NaN only for two codes: all ones, with either sign.
-        codes = self.values.view(torch.uint8)
-        has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
-        return not has_nan and bool(self.scales.isfinite().all())
 
     def cut(self, region: Region) -> BlockScaled:
         return BlockScaled(
@@ -229,6 +259,60 @@ class BlockScaled(Weight):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowScaled(_Fp8):
+    """w[o, k] = values[o, k] * scales[o], for a matrix or for each matrix of a stack. The form of a head: of the
+    kernels' products only `logits` and `draft_argmax` take it."""
+
+    plan_key: ClassVar[str] = "fp8 rows"
+    can_draft: ClassVar[bool] = True
+
+    values: Tensor
+    """float8_e4m3fn [..., O, K]; contiguous, except for slices of columns."""
+    scales: Tensor
+    """float32 [..., O]."""
+
+    def __post_init__(self) -> None:
+        self._check(self.values.shape[:-1])
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], *, device: torch.device) -> RowScaled:
+        """Allocate a weight without initializing it."""
+        scales = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+        return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales)
+
+    @property
+    def form_name(self) -> str:
+        return "float8_e4m3fn by row"
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Exact in float32 if scales have at most 20 bits of mantissa."""
+        return (self.values.float() * self.scales[..., None]).to(dtype)
+
+    def cut(self, region: Region) -> RowScaled:
+        return RowScaled(values=self.values[region], scales=self.scales[region[: self.scales.dim()]])
+
+    def select_rows(self, ids_O: Tensor) -> RowScaled:
+        return RowScaled(values=self.values.view(torch.uint8)[ids_O].view(FP8), scales=self.scales[ids_O])
+
+    def stack(self, others: Sequence[Weight]) -> RowScaled:
+        parts = [self, *(_row_scaled(other) for other in others)]
+        return RowScaled(
+            values=torch.cat([part.values for part in parts], -2), scales=torch.cat([part.scales for part in parts], -1)
+        )
+
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        part, here = _row_scaled(source).cut(source_region), self.cut(region)
+        here.values.copy_(part.values)
+        here.scales.copy_(part.scales)
+
+    def to_numbers(self) -> Tensor:
+        return torch.cat([self.values.float(), self.scales[:, None]], 1)
+
+    def from_numbers(self, numbers_OC: Tensor) -> RowScaled:
+        return RowScaled(values=numbers_OC[:, :-1].to(FP8), scales=numbers_OC[:, -1].contiguous())
+
+
 def _in_blocks(index: int | slice, size: int) -> slice:
     assert isinstance(index, slice), f"{index} is inside a block of {size}"
     first = index.start or 0
@@ -238,6 +322,11 @@ def _in_blocks(index: int | slice, size: int) -> slice:
 
 def _block_scaled(weight: Weight) -> BlockScaled:
     assert isinstance(weight, BlockScaled), f"{type(weight).__name__} cannot be joined with block-scaled rows"
+    return weight
+
+
+def _row_scaled(weight: Weight) -> RowScaled:
+    assert isinstance(weight, RowScaled), f"{type(weight).__name__} cannot be joined with rows that have scales"
     return weight
 
 
@@ -263,13 +352,12 @@ def quantize_blocks(weight: Tensor) -> BlockScaled:
     return BlockScaled(values=values.to(FP8).contiguous(), scales=scales)
 
 
-def quantize_rows(weight: Tensor) -> BlockScaled:
-    """Round [O, K] to the nearest 8-bit floats. The scale of each row is chosen as `quantize_blocks` chooses that of a
-    block."""
+def quantize_rows(weight: Tensor) -> RowScaled:
+    """Round [..., O, K] to the nearest 8-bit floats. The scale of each row is chosen as `quantize_blocks` chooses that
+    of a block."""
     values = weight.float()
-    scales = _fp8_scales(values.abs().amax(-1, keepdim=True))
-    repeated = scales.expand(scales_shape(weight.shape, block_rows=1)).contiguous()
-    return BlockScaled(values=(values / scales).to(FP8), scales=repeated, block_rows=1)
+    scales = _fp8_scales(values.abs().amax(-1))
+    return RowScaled(values=(values / scales[..., None]).to(FP8), scales=scales)
 
 
 def _fp8_scales(largest: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Both heads are shared by vocabulary. The target head is cut in equal runs of ids
 so each rank drafts from an equal run of these ids, whichever rank has their rows in the target head. The embedding is
 whole on every rank, and a tied head is a view of it.
 
-Shape letters: N rows at a time, O rows of the draft head, V rows of a rank's target head, H hidden size, S ranks.
+Shape letters: N rows at a time, O rows of the draft head, V rows of a rank's target head, H hidden size, C numbers of a
+row (`Weight.to_numbers`), S ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def draft_rows(
     group: kernels.Group | None,
     *,
     tied: bool,
-) -> tuple[kernels.Plain, Tensor | None]:
-    """A rank's rows of the draft head, and their tokens, int64 [O] (None: row o is token o). The rows have the
-    embedding's dtype. They are a view of a plain target head if all real tokens are drafted.
+) -> tuple[kernels.Weight, Tensor | None]:
+    """A rank's rows of the draft head, and their tokens, int64 [O] (None: row o is token o). The rows are in the target
+    head's form if that can draft, and then a view of it if all real tokens are drafted; else plain, in the embedding's
+    dtype.
 
     head_VH: the rank's rows of the target head. tied: they are the embedding's. ids: as in StepModel.limit_drafts. With
     several ranks, all must call this with the same ids."""
@@ -48,20 +50,21 @@ def draft_rows(
     if len(ids) == num_real > last_first:
         num_mine = min(num_real - first, num_rows)
         ids_O = None if group is None else torch.arange(first, first + num_mine, device=device)
-        if not head_VH.is_quantized:
-            return kernels.Plain(head_VH.tensor[:num_mine]), ids_O
-        return _plain_rows(head_VH, torch.arange(num_mine, device=device), dtype), ids_O
+        if head_VH.can_draft:
+            return head_VH.cut((slice(0, num_mine),)), ids_O
+        return _some_rows(head_VH, torch.arange(num_mine, device=device), dtype), ids_O
     mine = _share(len(ids), group)
     ids_O = torch.tensor(ids[mine], dtype=torch.int64, device=device)
     if group is None or tied:
         # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
-        return _plain_rows(kernels.Plain(embedding_VH) if tied else head_VH, ids_O, dtype), ids_O
-    return kernels.Plain(_gathered_rows(head_VH, ids, mine, group, dtype)), ids_O
+        return _some_rows(kernels.Plain(embedding_VH) if tied else head_VH, ids_O, dtype), ids_O
+    return _gathered_rows(head_VH, ids, mine, group, dtype), ids_O
 
 
-def _plain_rows(head_VH: kernels.Weight, ids_O: Tensor, dtype: torch.dtype) -> kernels.Plain:
-    """Some rows of a head, whatever its form."""
-    return kernels.Plain(head_VH.select_rows(ids_O).dequantize(dtype))
+def _some_rows(head_VH: kernels.Weight, ids_O: Tensor, dtype: torch.dtype) -> kernels.Weight:
+    """Copies of rows of a head, in a form that can draft."""
+    rows_OH = head_VH.select_rows(ids_O)
+    return rows_OH if rows_OH.can_draft else kernels.Plain(rows_OH.dequantize(dtype))
 
 
 def draft_head_bytes(rows: kernels.Weight, ids_O: Tensor | None, head_VH: kernels.Weight) -> int:
@@ -85,17 +88,19 @@ def _share(num_ids: int, group: kernels.Group | None) -> slice:
 
 def _gathered_rows(
     head_VH: kernels.Weight, ids: Sequence[int], mine: slice, group: kernels.Group, dtype: torch.dtype
-) -> Tensor:
+) -> kernels.Weight:
     """Rows `mine` of the ids' rows, [O, H]. Ranks show each other all rows, and each keeps its own."""
-    (num_rows, hidden), device = head_VH.shape, head_VH.device
-    rows_OH = torch.empty(mine.stop - mine.start, hidden, dtype=dtype, device=device)
-    size = max(1, GATHERED // hidden)
+    num_rows, device = head_VH.shape[0], head_VH.device
+    one = _some_rows(head_VH, torch.zeros(1, dtype=torch.int64, device=device), dtype)
+    rows_OH = one.select_rows(torch.zeros(mine.stop - mine.start, dtype=torch.int64, device=device))
+    size = max(1, GATHERED // one.to_numbers().shape[1])
     for first in range(0, len(ids), size):
         ids_N = torch.tensor(ids[first : first + size], dtype=torch.int64, device=device)
-        shown = _plain_rows(head_VH, (ids_N - group.rank * num_rows).clamp(0, num_rows - 1), dtype)
-        all_NSH = group.gather_columns(shown.values.float()).view(len(ids_N), group.size, hidden)
+        shown = _some_rows(head_VH, (ids_N - group.rank * num_rows).clamp(0, num_rows - 1), dtype)
+        all_NSC = group.gather_columns(shown.to_numbers()).view(len(ids_N), group.size, -1)
         start, stop = max(mine.start, first), min(mine.stop, first + len(ids_N))
         if start < stop:
             place_N = torch.arange(start - first, stop - first, device=device)
-            rows_OH[start - mine.start : stop - mine.start] = all_NSH[place_N, ids_N[place_N] // num_rows]
+            found = one.from_numbers(all_NSC[place_N, ids_N[place_N] // num_rows])
+            rows_OH.fill((slice(start - mine.start, stop - mine.start),), found)
     return rows_OH

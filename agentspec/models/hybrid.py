@@ -125,8 +125,8 @@ class HybridModel(ABC):
         self._draft_head_OH: kernels.Weight | None = None
         self._draft_ids_O: Tensor | None = None
         """This rank's rows of the draft head, and the token of each; None: row o is token o."""
-        # Rows of a quantised head are a copy, which `limit_drafts` or the first draft makes.
-        if not self._head_VH.is_quantized:
+        # Rows of a head that can't draft are a copy, which `limit_drafts` or the first draft makes.
+        if self._head_VH.can_draft:
             self._draft_head_OH, self._draft_ids_O = self._draft_rows(range(spec.num_real_tokens))
         scope.finish()
 
@@ -207,7 +207,7 @@ class HybridModel(ABC):
         self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
         return draft_head_bytes(self._draft_head_OH, self._draft_ids_O, self._head_VH)
 
-    def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Plain, Tensor | None]:
+    def _draft_rows(self, ids: Sequence[int]) -> tuple[kernels.Weight, Tensor | None]:
         return draft_rows(
             self._head_VH, self._embedding_VH, ids, self.spec.num_real_tokens, self._group, tied=self._tied
         )

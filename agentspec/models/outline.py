@@ -15,7 +15,7 @@ from agentspec import kernels
 from agentspec.models.checkpoint_layout import checkpoint_layout
 from agentspec.models.hf_config import LayerType, TextConfig
 from agentspec.models.quantised.parse import parse_quantization
-from agentspec.models.quantised.recipes import RECIPES, Decisions
+from agentspec.models.quantised.recipes import RECIPES, Decisions, Recipe
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.shards import SINGLE_RANK, Rank, rank_config
 from agentspec.models.tensors import empty_parameter, parameter_forms, quantized_schemes
@@ -80,16 +80,15 @@ def quantized_as(config: TextConfig, target: str) -> TextConfig | None:
     checkpoint, or finds nothing to quantise.
 
     target: one of RECIPES."""
-    quantization = quantization_as(config, target)
+    quantization = quantization_as(config, RECIPES[target])
     if quantization is None:
         return None
     parsed = parse_quantization({"quantization_config": quantization}, {}, target)
     return replace(config, quantization=parsed)
 
 
-def quantization_as(config: TextConfig, target: str) -> dict[str, object] | None:
-    """The `quantization_config` in the config.json of `quantized_as`."""
-    recipe = RECIPES[target]
+def quantization_as(config: TextConfig, recipe: Recipe) -> dict[str, object] | None:
+    """The `quantization_config` in the config.json of what a recipe makes; None: as of `quantized_as`."""
     if not recipe.reads(config.quantization):
         return None
     plain = replace(config, quantization=None)

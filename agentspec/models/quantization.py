@@ -99,6 +99,9 @@ class Scheme(Protocol):
     def quantize(self, values: Tensor) -> kernels.Weight:
         """The nearest weight, in the form that `read` returns."""
 
+    def for_head(self) -> Scheme | None:
+        """The scheme of a head that is stored so, in a form that GPUs multiply; None: it is expanded while loading."""
+
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
         """What it is of the parameter `name`, as a plural, that no GPU kernel takes so far; None: GPUs take it."""
 
@@ -164,6 +167,9 @@ class Fp8Blocks:
 
     def quantize(self, values: Tensor) -> kernels.Weight:
         return kernels.quantize_blocks(values)
+
+    def for_head(self) -> Scheme | None:
+        return None
 
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
         return None

@@ -32,8 +32,6 @@ from agentspec.models.shards import (
 )
 
 HEAD = "lm_head.weight"
-_HEAD_BITS = 4
-"""Of a quantised head that GPUs multiply as it is. Others are expanded while loading."""
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
 """Modules with the same input, whose rows are multiplied as one matrix."""
 _RANDOM_SLICE = 2**26
@@ -173,7 +171,7 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     """How the parameters are stored that are quantised in the checkpoint and in memory: every convertible one that the
-    config doesn't exclude, and a head in 4 bits, which a device may still expand (`holds_head`).
+    config doesn't exclude, and a head in a form that GPUs multiply, which a device may still expand (`holds_head`).
 
     Raises UnsupportedModelError for exclusions that split a matrix of _STACKED, for quantised packed projections, and
     for columns that aren't whole groups."""
@@ -184,13 +182,20 @@ def quantized_schemes(config: TextConfig) -> dict[str, Scheme]:
     for parts in stacked_parts(shapes):
         refuse_unlike_parts({part: schemes[part] for part in parts})
     found = {name: scheme for name, scheme in schemes.items() if scheme is not None}
-    head = None if config.tied or config.quantization.is_official else config.quantization.scheme("lm_head")
-    if head is not None and head.bits == _HEAD_BITS:
+    if (head := head_scheme(config)) is not None:
         found[HEAD] = head
     shapes = parameter_shapes(config)
     for name, scheme in found.items():
         refuse_part_blocks(name, shapes[name], scheme)
     return found
+
+
+def head_scheme(config: TextConfig) -> Scheme | None:
+    """How a quantised head is stored in a form that GPUs multiply; None: there is none."""
+    if config.tied or config.quantization is None or config.quantization.is_official:
+        return None
+    scheme = config.quantization.scheme("lm_head")
+    return None if scheme is None else scheme.for_head()
 
 
 def stacked_parts(names: Iterable[str]) -> Iterator[list[str]]:

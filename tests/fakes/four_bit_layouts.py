@@ -282,6 +282,33 @@ LAYOUTS: dict[str, Layout] = {
         ),
         four_bit=MLP,
     ),
+    "compressed-tensors, int4, 8-bit blocks and a head in 8 bits by row": Layout(
+        writers={
+            TRUNK_MLP: pack_quantized(128),
+            TRUNK_MIXERS: fp8("block", dtype=torch.bfloat16),
+            "lm_head": fp8("channel", dtype=torch.bfloat16),
+        },
+        config=compressed(
+            [
+                int4_group(128, targets=["re:.*mlp.*"], format="pack-quantized"),
+                {
+                    "targets": ["re:.*_attn.*"],
+                    "weights": weights(8, "float", "block", block_structure=[128, 128]),
+                    "input_activations": FP8_INPUTS,
+                    "format": "float-quantized",
+                },
+                {
+                    "targets": ["lm_head"],
+                    "weights": weights(8, "float", "channel"),
+                    "input_activations": FP8_INPUTS,
+                    "format": "float-quantized",
+                },
+            ],
+            "mixed-precision",
+            ignore=["re:mtp.*", "re:.*in_proj_[ab]"],
+        ),
+        four_bit=TRUNK_MLP,
+    ),
     "modelopt, nvfp4, moe": Layout(
         family="moe",
         writers={ROUTED: nvfp4("modelopt", inputs=True)},
@@ -338,6 +365,12 @@ LAYOUTS: dict[str, Layout] = {
             },
         },
         four_bit=TRUNK_MLP,
+    ),
+    "modelopt, 8 bits by tensor, the head too": Layout(
+        writers={f"{TRUNK_MLP}|lm_head": fp8("tensor", inputs=True)},
+        config=None,
+        beside=modelopt("FP8", group_size=None, exclude_modules=["mtp*", "*linear_attn*", f"{LM}layers.*.self_attn*"]),
+        four_bit="nothing",
     ),
     "modelopt, 8-bit rows alone": Layout(
         writers={TRUNK_MLP: fp8("channel", shape="vector")},

@@ -93,5 +93,8 @@ class Int8Checkpoint:
     def quantize(self, values: Tensor) -> Weight:
         return quantize_rows(values)
 
+    def for_head(self) -> Scheme | None:
+        return None
+
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
         return None

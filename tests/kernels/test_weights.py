@@ -1,6 +1,8 @@
-"""Block-scaled weights: their values, rounding, slicing and joining."""
+"""Weights with scales of blocks and of rows: their values, rounding, slicing and joining."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from agentspec.kernels.weights import (
     FP8_MAX,
     BlockScaled,
     Plain,
+    RowScaled,
+    Weight,
     quantize_blocks,
     quantize_rows,
 )
@@ -124,13 +128,54 @@ def test_rows_have_scales_of_their_own() -> None:
     values = randn(30, 300) * torch.logspace(-20, 10, 30)[:, None]
     values[4] = 0
     weight = quantize_rows(values)
-    assert weight.block_rows == 1
-    assert torch.equal(weight.scales, weight.scales[:, :1].expand(-1, 3)), "one scale for all columns"
+    assert weight.scales.shape == (30,)
+    assert weight.nbytes == 30 * 300 + 30 * 4
     assert torch.equal(weight.scales, weight.scales.bfloat16().float())
     for row in range(30):
-        scale, largest = float(weight.scales[row, 0]), float(values[row].abs().max())
+        scale, largest = float(weight.scales[row]), float(values[row].abs().max())
         if row == 4:
             assert scale == 1
         else:
             assert 1 <= scale * FP8_MAX / largest <= 1 + 2**-7, row
         assert torch.equal(weight.values[row].float(), (values[row] / scale).to(FP8).float()), row
+
+
+def test_rows_stand_for_values_times_their_scales() -> None:
+    weight = quantize_rows(randn(30, 300))
+    exact = weight.values.double() * weight.scales.double()[:, None]
+    assert torch.equal(weight.dequantize().double(), exact)
+    assert weight.is_finite()
+    for broken in (
+        replace(weight, scales=weight.scales.clone().index_fill_(0, torch.tensor([7]), torch.inf)),
+        *(replace(weight, values=with_code(weight.values, code)) for code in (0x7F, 0xFF)),
+    ):
+        assert not broken.is_finite()
+    with pytest.raises(AssertionError, match="scales"):
+        RowScaled(values=weight.values, scales=weight.scales[:, None])
+
+
+def with_code(values: Tensor, code: int) -> Tensor:
+    codes = values.view(torch.uint8).clone()
+    codes[3, 5] = code
+    return codes.view(FP8)
+
+
+@pytest.mark.parametrize("weight", [quantize_rows(randn(30, 300)), Plain(randn(30, 300).bfloat16())], ids=["8", "16"])
+def test_numbers_of_rows_make_the_same_rows(weight: Weight) -> None:
+    """As ranks show each other rows of a head."""
+    assert weight.can_draft
+    numbers = weight.to_numbers()
+    assert numbers.dtype == torch.float32
+    again = weight.select_rows(torch.tensor([2])).from_numbers(numbers)
+    assert (type(again), again.values.dtype) == (type(weight), weight.values.dtype)
+    assert torch.equal(again.values.float(), weight.values.float())
+    assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+def test_forms_that_cannot_draft_have_no_numbers() -> None:
+    weight = random_blocks(64, 130)
+    assert not weight.can_draft
+    with pytest.raises(AssertionError, match="BlockScaled has rows that are no numbers"):
+        weight.to_numbers()
+    with pytest.raises(AssertionError, match="BlockScaled has rows that are no numbers"):
+        weight.from_numbers(torch.zeros(1, 130))

@@ -10,11 +10,13 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, distributed
 
 from agentspec import kernels
 from agentspec.kernels import GatheredGroup, Group
+from agentspec.models import tensors
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
 from agentspec.models.shards import SINGLE_RANK, Rank
@@ -24,12 +26,17 @@ CPU = torch.device("cpu")
 PROMPT, WINDOW = list(range(3, 73)), [5, 90, 17, 4]
 FP8_DRAFTS = "fp8-drafts"
 """A file of this name in the directory asks for 8-bit drafts."""
+KEPT_HEAD = "kept-head"
+"""A file of this name asks for a quantised head that stays as it is, as on a GPU."""
 
 
 def outputs(directory: Path, rank: Rank = SINGLE_RANK, group: Group | None = None) -> dict[str, Tensor]:
     """A rank's outputs for a prompt, a window and its drafts, by name."""
     fp8_drafts = (directory / FP8_DRAFTS).exists()
-    model = load_model(directory, device=CPU, dtype=torch.float32, fp8_drafts=fp8_drafts, rank=rank, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        if (directory / KEPT_HEAD).exists():
+            patch.setattr(tensors, "holds_head", lambda scheme, shape, device: True)
+        model = load_model(directory, device=CPU, dtype=torch.float32, fp8_drafts=fp8_drafts, rank=rank, group=group)
     assert isinstance(model, Qwen3_5Model)
     driver = Driver(model)
     prompt_NH = driver.prefill(PROMPT, (33,))

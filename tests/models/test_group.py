@@ -18,13 +18,15 @@ from tests.fakes.compare import relative_error
 from tests.fakes.forks import FORKS
 from tests.fakes.four_bit_layouts import LAYOUTS
 from tests.models import rank_process
-from tests.models.rank_process import FP8_DRAFTS, outputs
+from tests.models.rank_process import FP8_DRAFTS, KEPT_HEAD, outputs
 
 BLOCKS: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
 """Heads that begin at blocks of 128."""
 WIDE: dict[str, Any] = BLOCKS | {"intermediate_size": 512, "linear_num_key_heads": 4, "linear_key_head_dim": 128}
 NARROW: dict[str, Any] = BLOCKS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 """Widths of one block: ranks hold whole experts, and one of them the shared one."""
+HEAD_BY_ROW = "compressed-tensors, int4, 8-bit blocks and a head in 8 bits by row"
+HEAD_BY_TENSOR = "modelopt, 8 bits by tensor, the head too"
 MODELS: dict[str, tuple[int, Family, dict[str, Any]]] = {
     "dense": (2, "dense", {}),
     "tied": (2, "dense", {"tied": True}),
@@ -35,13 +37,16 @@ MODELS: dict[str, tuple[int, Family, dict[str, Any]]] = {
     "8 bits, mixture by expert": (2, "moe", NARROW | {"fp8": "stored", "experts": "split"}),
     "4 bits": (2, "dense", {"layout": "modelopt, mixed, both files"}),
     "4 bits, mixture by expert": (2, "moe", {"layout": "gptq, official, moe"}),
+    "a head in 8 bits": (2, "dense", {"layout": HEAD_BY_ROW, "kept_head": True}),
+    "a head in 8 bits by tensor": (2, "dense", {"layout": HEAD_BY_TENSOR, "kept_head": True}),
     "8-bit drafts": (2, "dense", WIDE | {"vocab_size": 512}),
     "one key head for both": (2, "dense", {"num_key_value_heads": 1}),
     "padding alone on the last rank": (2, "dense", {"tokens": 70}),
     "four ranks": (4, "dense", WIDE | {"fp8": "stored", "tokens": 130}),
     "four ranks, tied mixture": (4, "moe", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "tied": True}),
 }
-"""Number of ranks, family, options; tokens: number of real ones, if the others are padding; layout: one in 4 bits."""
+"""Number of ranks, family, options; tokens: number of real ones, if the others are padding; layout: one with parts in
+4 bits; kept_head: its head stays in 8 bits."""
 TOLERANCE = 1e-5
 """float32: only the order of the sums differs."""
 
@@ -50,6 +55,8 @@ def write(directory: Path, name: str) -> Path:
     _, family, options = MODELS[name]
     if "layout" in options:
         stored, _ = LAYOUTS[options["layout"]].write(directory, num_attention_heads=8, linear_num_value_heads=16)
+        if "kept_head" in options:
+            (stored / KEPT_HEAD).touch()
         return stored
     layers: dict[str, Any] = {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3}
     options = layers | options

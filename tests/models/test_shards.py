@@ -240,7 +240,7 @@ def test_published_sizes_are_shared(name: str, count: int, monkeypatch: pytest.M
     print(f"{name} N={count}: {held / 1e9:.2f} GB of {total / 1e9:.2f}, {replicated / 1e9:.2f} replicated")
     # Repeated KV heads are the slack.
     assert held <= (total - replicated) / count + replicated + 0.01 * total
-    in_blocks_of_128 = ("35B-A3B-FP8", "35B-A3B-mixed4", "35B-A3B-int4")
+    in_blocks_of_128 = ("35B-A3B-FP8", "35B-A3B-mixed4", "35B-A3B-mixed4-head4", "35B-A3B-int4")
     assert by_expert(config, count) == (name in in_blocks_of_128 and count == 8)
     whole, part = (state_forms(config, torch.bfloat16) for config in (config, rank_config(config, rank)))
     hidden = 2 * config.hidden_size
@@ -253,7 +253,7 @@ def test_published_sizes_are_shared(name: str, count: int, monkeypatch: pytest.M
     model = outline(config, spec, dtype=torch.bfloat16, fp8_drafts=False, rank=rank, group=group)
     assert model._head_VH.shape == (248_320 // count, config.hidden_size)
     padding = config.vocab_size - spec.num_real_tokens
-    if model._head_VH.is_quantized:  # a copy of its rows is made late
+    if not model._head_VH.can_draft:  # a copy of its rows is made late
         model.limit_drafts(range(spec.num_real_tokens))
     assert model._draft_ids_O is not None
     assert len(model._draft_ids_O) == 248_320 // count - padding, "all padding is on the last rank"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentspec.errors import CheckpointError
 from agentspec.kernels import FP8, FourBitForm, MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
+from agentspec.kernels import quantize_rows as fp8_rows
 from agentspec.kernels.weights import Region
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.outline import outline
@@ -31,6 +32,7 @@ PROMPT = list(range(20))
 FORMS: dict[str, Callable[[Tensor], Weight]] = {
     "plain": Plain,
     "block-scaled": quantize_blocks,
+    "row-scaled": fp8_rows,
     "int8 rows": quantize_rows,
     "int4": FourBitForm(kind="int4", group=32).quantize,
     "int4 with zero points": FourBitForm(kind="int4", group=16, has_zeros=True, scale_dtype=torch.float16).quantize,

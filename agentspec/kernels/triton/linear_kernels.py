@@ -2,7 +2,8 @@
 
 Owns the arithmetic of one launch; `linear_layers` has the launches. Weights are tensors of the activation dtype
 (scales_ptr None) or the bytes of 8-bit floats (uint8, or uint16 for pairs) with float32 scales [ceil(rows /
-BLOCK_ROWS), ceil(depth / 128)]. ONE_BLOCK: adjacent weight rows of a tile share a scale.
+BLOCK_ROWS), ceil(depth / 128)]. ONE_BLOCK: adjacent weight rows of a tile share a scale. Where there is a
+row_scales_ptr, 8-bit floats may have float32 scales [rows] instead.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def _scale_rows(scales_ptr, first_row, rows, depth, BLOCK_ROWS: tl.constexpr, ON
     columns = tl.cdiv(depth, SCALE_COLUMNS)
     block = first_row // BLOCK_ROWS if ONE_BLOCK else rows // BLOCK_ROWS
     return scales_ptr + block * columns
+
+
+@triton.jit
+def _load_row_scales(row_scales_ptr, rows, num_rows):  # type: ignore[no-untyped-def]
+    """The scale of each row of a tile, [BLOCK_O]; None if there are none. They are no result of the previous kernel, so
+    nothing waits for them."""
+    scale = None
+    if row_scales_ptr is not None:
+        scale = tl.load(row_scales_ptr + tl.minimum(rows, num_rows - 1))
+    return scale
 
 
 @triton.jit
@@ -246,6 +257,7 @@ def logits_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     x_stride,
     weight_ptr,
+    row_scales_ptr,
     num_real,
     num_tokens,
     num_outputs,
@@ -263,18 +275,20 @@ def logits_kernel(  # type: ignore[no-untyped-def]
     weight_rows = _weight_rows(weight_ptr, o, num_outputs, depth, 0)
     num_steps = tl.cdiv(depth, BLOCK_K)
     prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O, BLOCK_K)
+    row_scale = _load_row_scales(row_scales_ptr, o, num_outputs)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
-    acc, _ = walk(
+    acc, _ = walk_either(
         x_rows,
         token_is_real,
         weight_rows,
+        None,
+        0,
         None,
         num_steps,
         depth,
         ahead,
         release,
-        False,
         BLOCK_O,
         BLOCK_M,
         BLOCK_K,
@@ -282,6 +296,8 @@ def logits_kernel(  # type: ignore[no-untyped-def]
         RUNNING,
         PDL,
     )
+    if row_scales_ptr is not None:
+        acc *= row_scale[:, None]
     acc = tl.where((o < num_real)[:, None], acc, float("-inf"))
     is_real = (o < num_outputs)[:, None] & token_is_real[None, :]
     tl.store(out_ptr + m.to(tl.int64)[None, :] * num_outputs + o[:, None], acc, mask=is_real)
@@ -295,6 +311,7 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     weight_ptr,
     scales_ptr,
+    row_scales_ptr,
     num_tokens,
     num_outputs,
     depth,
@@ -315,6 +332,7 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     weight_rows = _weight_rows(weight_ptr, o, num_outputs, depth, 0)
     num_steps = tl.cdiv(depth, BLOCK_K)
     prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O, BLOCK_K)
+    row_scale = _load_row_scales(row_scales_ptr, o, num_outputs)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
     scales = None
@@ -338,6 +356,8 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
         RUNNING,
         PDL,
     )
+    if row_scales_ptr is not None:
+        acc *= row_scale[:, None]
     acc = tl.where((o < num_outputs)[:, None], acc, float("-inf"))
     score, place = tl.max(acc, axis=0, return_indices=True, return_indices_tie_break_left=True)
     to = m.to(tl.int64) * tl.num_programs(0) + tile

@@ -32,10 +32,10 @@ from agentspec.kernels.triton.linear_kernels import (
     nearest_kernel,
     swiglu_kernel,
 )
-from agentspec.kernels.triton.linear_plans import Kind, Plan, plan_for
+from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan, plan_for
 from agentspec.kernels.triton.machine import shared_bytes
 from agentspec.kernels.triton.norms import rms_norm
-from agentspec.kernels.weights import BlockScaled, Plain, Weight
+from agentspec.kernels.weights import BlockScaled, Plain, RowScaled, Weight
 
 _ELEMENTWISE_BLOCK = 1024
 _CHOICE_BLOCK = 1024
@@ -86,7 +86,7 @@ def logits(x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
         return four_bit_logits(x_NH, weight_VH, num_real)
     plan = _plan("logits", x_NH, weight_VH)
     assert plan is not None, "logits need a plan: torch has no float32 product of 16-bit operands on every device"
-    return launch_logits(plan, x_NH, weight_VH.tensor, num_real)
+    return launch_logits(plan, x_NH, weight_VH, num_real)
 
 
 def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
@@ -108,6 +108,9 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None =
         return None
     if isinstance(weight_OH, Plain):
         assert x_NH.dtype == weight_OH.values.dtype, f"{x_NH.dtype} {weight_OH.values.dtype}"
+        assert weight_OH.values.is_contiguous()
+    if isinstance(weight_OH, RowScaled):
+        assert kind in NO_TORCH_PRODUCT, f"{kind} with scales of rows"
         assert weight_OH.values.is_contiguous()
     most = shared_bytes(x_NH.device)
     key = kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most
@@ -226,8 +229,11 @@ def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, No
     return (x_NH, norm) if norm is None or not plan.norm_apart else (rms_norm(x_NH, norm), None)
 
 
-def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    """float32 [N, V] logits by a given plan, minus infinity from num_real on. One launch."""
+def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:
+    """float32 [N, V] logits by a given plan, minus infinity from num_real on. One launch. weight_VH: Plain or
+    RowScaled."""
+    values, scales = _operands(plan, weight_VH)
+    assert scales is None, "a head has no blocks here"
     (num_tokens, depth), vocab_size = x_NH.shape, weight_VH.shape[0]
     out = torch.empty(num_tokens, vocab_size, dtype=torch.float32, device=x_NH.device)
     if num_tokens:
@@ -236,7 +242,8 @@ def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) ->
             out,
             x_NH,
             x_NH.stride(0),
-            weight_VH,
+            values,
+            _row_scales(weight_VH),
             num_real,
             num_tokens,
             vocab_size,
@@ -267,6 +274,7 @@ def launch_draft_argmax(
             x_NH,
             x_NH.stride(0),
             *_operands(plan, head_OH),
+            _row_scales(head_OH),
             num_tokens,
             num_outputs,
             depth,
@@ -292,12 +300,17 @@ def swiglu(gate_up_N2I: Tensor) -> Tensor:
 
 
 def _operands(plan: Plan, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """Return (values, scales or None) as the kernels take them: 8-bit floats as bytes, or as pairs of bytes, which
-    they decode."""
-    if not isinstance(weight, BlockScaled):
+    """Return (values, scales of blocks or None) as the kernels take them: 8-bit floats as bytes, or as pairs of bytes,
+    which they decode."""
+    if not isinstance(weight, BlockScaled | RowScaled):
         return weight.tensor, None
     by_twos = plan.takes_pairs and weight.shape[1] % 2 == 0
-    return weight.values.view(torch.uint16 if by_twos else torch.uint8), weight.scales
+    values = weight.values.view(torch.uint16 if by_twos else torch.uint8)
+    return values, weight.scales if isinstance(weight, BlockScaled) else None
+
+
+def _row_scales(weight: Weight) -> Tensor | None:
+    return weight.scales if isinstance(weight, RowScaled) else None
 
 
 def _scaling(weight: Weight, rows: int, begin: int = 0) -> dict[str, int | bool]:

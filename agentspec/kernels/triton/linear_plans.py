@@ -1,7 +1,8 @@
 """Tilings of the linear layers: measured on an H100, and a rule for all other shapes.
 
 Owns the choice only, not the kernels. `benchmarks/linear.py` measures the candidates and writes `linear_plans.json`:
-entries for 16-bit weights, and for 8-bit block-scaled ones (`"weight": "fp8"`) with 16-bit activations.
+entries for 16-bit weights, and with 16-bit activations for 8-bit ones: block-scaled (`"weight": "fp8"`), and with a
+scale for each row (`"weight": "fp8 rows"`), which heads have.
 
 Shape letters: O output features (for SwiGLU those of gate and up together), K input features, N tokens.
 """
@@ -66,7 +67,9 @@ Key = tuple[Kind, int, int]
 """Kind, O, K."""
 
 
-def _read(path: Path, weight: Literal["16-bit", "fp8"] = "16-bit") -> dict[Key, tuple[tuple[int, Plan | None], ...]]:
+def _read(
+    path: Path, weight: Literal["16-bit", "fp8", "fp8 rows"] = "16-bit"
+) -> dict[Key, tuple[tuple[int, Plan | None], ...]]:
     layers = json.loads(path.read_text())["layers"]
     return {
         (layer["kind"], layer["num_outputs"], layer["depth"]): tuple(
@@ -82,8 +85,15 @@ MEASURED = _read(FILE)
 """(most tokens, plan) in rising order for each key, for 16-bit weights. None: torch's product."""
 MEASURED_FP8 = _read(FILE, "fp8")
 """The same for block-scaled weights and 16-bit activations. None: the product of `fp8_prefill`."""
-_MEASURED = {"plain": MEASURED, "fp8": MEASURED_FP8}
+MEASURED_FP8_ROWS = {key: plans for key, plans in MEASURED_FP8.items() if key[0] in NO_TORCH_PRODUCT} | _read(
+    FILE, "fp8 rows"
+)
+"""The same for weights with a scale for each row. Where there is no measurement, that of a block-scaled weight counts:
+the same bytes are read and decoded, and each tile is scaled once instead of in every step."""
+_MEASURED = {"plain": MEASURED, "fp8": MEASURED_FP8, "fp8 rows": MEASURED_FP8_ROWS}
 """By plan key of the weight."""
+_8_BIT = ("fp8", "fp8 rows")
+"""Plan keys."""
 
 _SM_COUNT = 132
 
@@ -176,7 +186,7 @@ def plan_for(
     plan = _plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, for_hopper)
     if plan is None or plan.programs:
         return plan
-    weight_bytes = 1 if plan_key == "fp8" else element_bytes
+    weight_bytes = 1 if plan_key in _8_BIT else element_bytes
     stage_bytes = plan.block_k * (plan.block_o * weight_bytes + plan.block_m * element_bytes)
     return replace(plan, stages=fitting_stages(plan.stages, stage_bytes, shared_bytes))
 
@@ -190,6 +200,6 @@ def _plan_for(
             return plan
     if measured and kind in NO_TORCH_PRODUCT:
         return measured[-1][1]
-    if plan_key == "fp8" and element_bytes == 2:
+    if plan_key in _8_BIT and element_bytes == 2:
         return _fp8_rule(kind, num_outputs, depth, num_tokens)
     return _rule(kind, num_outputs, depth, num_tokens, element_bytes)

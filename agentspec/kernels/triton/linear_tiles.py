@@ -25,6 +25,12 @@ def _weights_per_element(element_type):  # type: ignore[no-untyped-def]
     return 2 if element_type == tl.uint16 else 1
 
 
+@triton.constexpr_function
+def _is_8_bit(element_type):  # type: ignore[no-untyped-def]
+    """Whether pointer elements are bytes of 8-bit floats, or pairs of them."""
+    return element_type == tl.uint8 or element_type == tl.uint16
+
+
 @triton.jit
 def weight_rows_at(weight_ptr, rows, depth, begin):  # type: ignore[no-untyped-def]
     """Pointers to column `begin` of rows of W."""
@@ -212,15 +218,15 @@ def walk_scaled(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`walk` over block-scaled weights. weight_rows are pointers to bytes of 8-bit floats, or to pairs of them
+    """`walk` over 8-bit weights with scales. weight_rows are pointers to bytes of 8-bit floats, or to pairs of them
     (uint16) for matrix instructions that take 16-bit operands in pairs.
 
     Both factors of a product are exact, and each group of columns with one scale is summed in float32 and then
     multiplied by it: no scaled weight is ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
 
-    scale_rows: pointer to the first scale of the tile's rows, or pointers [BLOCK_O] if the rows of the tile have
-    different scales; not advanced by `begin`, the column of K where this program begins. up_scale_rows: None, or the
-    pointer to use instead for the rows of is_up [BLOCK_O]."""
+    scale_rows: None if the caller multiplies each row's sum by a scale; else a pointer to the first scale of the tile's
+    rows, or pointers [BLOCK_O] if the rows of the tile have different scales; not advanced by `begin`, the column of K
+    where this program begins. up_scale_rows: None, or the pointer to use instead for the rows of is_up [BLOCK_O]."""
     GROUP: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M, GROUP), tl.float32)
@@ -228,8 +234,9 @@ def walk_scaled(  # type: ignore[no-untyped-def]
     group_k = tl.arange(0, GROUP)
     PER_ELEMENT: tl.constexpr = _weights_per_element(weight_rows.dtype.element_ty)
     group_w = tl.arange(0, GROUP // PER_ELEMENT)
-    last_column = (begin + depth - 1) // SCALE_COLUMNS
-    next_scale = _scales(scale_rows, up_scale_rows, is_up, begin // SCALE_COLUMNS)
+    if scale_rows is not None:
+        last_column = (begin + depth - 1) // SCALE_COLUMNS
+        next_scale = _scales(scale_rows, up_scale_rows, is_up, begin // SCALE_COLUMNS)
     if NORM:
         next_gain = tl.load(norm_ptr + group_k, mask=(group_k < depth) | EVEN, other=0.0)
     for step in range(num_steps):
@@ -247,9 +254,10 @@ def walk_scaled(  # type: ignore[no-untyped-def]
                 if RUNNING and CAN_PREFETCH:
                     prefetch_step(weight_rows, step + ahead, num_steps, depth, BLOCK_O, BLOCK_K)
                 release_next_if(step == releasing_step, PDL)
-            scale = next_scale
-            next_column = tl.minimum((begin + first_k + GROUP) // SCALE_COLUMNS, last_column)
-            next_scale = _scales(scale_rows, up_scale_rows, is_up, next_column)
+            if scale_rows is not None:
+                scale = next_scale
+                next_column = tl.minimum((begin + first_k + GROUP) // SCALE_COLUMNS, last_column)
+                next_scale = _scales(scale_rows, up_scale_rows, is_up, next_column)
             if NORM:
                 gain = next_gain.to(tl.float32)
                 next_gain = tl.load(norm_ptr + k + GROUP, mask=k + GROUP < depth, other=0.0)
@@ -257,7 +265,10 @@ def walk_scaled(  # type: ignore[no-untyped-def]
                 squares += x32 * x32
                 x = (x32 + x32 * gain[None, :]).to(x.dtype)
             exact = decode_e4m3_pairs(w, x.dtype) if PER_ELEMENT == 2 else decode_e4m3(w, x.dtype)
-            acc += tl.dot(exact, x.T, input_precision="ieee") * scale
+            if scale_rows is not None:
+                acc += tl.dot(exact, x.T, input_precision="ieee") * scale
+            else:
+                acc = tl.dot(exact, x.T, acc, input_precision="ieee")
     return acc, tl.sum(squares, axis=1)
 
 
@@ -294,12 +305,12 @@ def walk_either(  # type: ignore[no-untyped-def]
     up_scale_rows=None,
     is_up=None,
 ):
-    """`walk_scaled`, or `walk` if scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where
-    this program begins."""
+    """`walk_scaled` if the weights are in 8 bits, else `walk`. x_rows, depth: of all of K; weight_rows: from `begin`,
+    where this program begins."""
     NORM: tl.constexpr = norm_ptr is not None
     x_rows += begin
     depth -= begin
-    if scale_rows is None:
+    if not _is_8_bit(weight_rows.dtype.element_ty):
         acc, squares = walk(
             x_rows,
             token_is_real,

@@ -128,8 +128,8 @@ class Fp8:
         return kernels.quantize_rows(values) if self.strategy == "channel" else kernels.quantize_blocks(values)
 
     def tensors(self, name: str, weight: kernels.Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, kernels.BlockScaled), f"{name}"
-        scales = weight.scales[:, :1] if self.strategy == "channel" else weight.scales
+        assert isinstance(weight, kernels.BlockScaled | kernels.RowScaled), f"{name}"
+        scales = weight.scales if isinstance(weight, kernels.BlockScaled) else weight.scales[:, None]
         short = scales.bfloat16()
         return {name: weight.values, name + "_scale": short if torch.equal(short.float(), scales) else scales}
 

@@ -1,5 +1,5 @@
-"""What the 4-bit formats share: the form in memory, packed words, float codes with two scales; and 8-bit floats in
-blocks other than the official ones.
+"""What the 4-bit formats share: the form in memory, packed words, float codes with two scales; and 8-bit floats
+with scales other than the official ones.
 
 Shape letters: N outputs (rows), K inputs (columns), G groups of a row.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -92,6 +92,9 @@ class FourBitScheme:
 
     def quantize(self, values: Tensor) -> kernels.Weight:
         return self.form.quantize(values)
+
+    def for_head(self) -> Self:
+        return self
 
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
         return None if kernels.has_tiles(self.form, shape) else f"weights of {list(shape)} in {self.form}"
@@ -206,5 +209,29 @@ class ScaledFp8:
         blocks = kernels.quantize_blocks(values)
         return blocks if self._block_rows == kernels.SCALE_BLOCK else blocks.with_block_rows(self._block_rows)
 
+    def for_head(self) -> Scheme | None:
+        return None if self.strategy == "block" else Fp8Head(strategy=self.strategy)
+
     def cpu_only(self, name: str, shape: tuple[int, ...]) -> str | None:
         return "8-bit experts with scales of rows" if "expert" in name and self.strategy == "channel" else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Head(ScaledFp8):
+    """A head that is stored so: in memory each row has a scale, which may be that of the tensor. Columns are never
+    cut."""
+
+    def read(self, name: str, tensor: ReadTensor, region: kernels.Region = ()) -> kernels.Weight:
+        rows, columns = rows_and_columns(region)
+        assert columns == slice(None), f"{region}"
+        values, by_row = tensor(name, (rows,)), self.strategy == "channel"
+        scales = tensor(name + "_scale", (rows,) if by_row else ()).float().flatten()
+        return kernels.RowScaled(values=values, scales=scales if by_row else scales.repeat(len(values)))
+
+    def empty(
+        self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
+    ) -> kernels.Weight:
+        return kernels.RowScaled.empty(shape, device=device)
+
+    def quantize(self, values: Tensor) -> kernels.Weight:
+        return kernels.quantize_rows(values)

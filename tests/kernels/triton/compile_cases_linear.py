@@ -55,7 +55,8 @@ def case(
         "partial_ptr": "*fp32",
         "arrivals_ptr": "*i32",
     }
-    types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64", "scales_ptr": "*fp32"}
+    types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64"}
+    types |= dict.fromkeys(("scales_ptr", "row_scales_ptr"), "*fp32")
     types["gate_up_ptr"] = f"*{dtype}"
     types["out_ptr"] = "*fp32" if kernel is linear_kernels.logits_kernel else f"*{dtype}"
     types |= {"weight_ptr": f"*{weight}"} if weight else {}
@@ -86,12 +87,15 @@ def layer(
     dtype: str = "bf16",
     stack_bytes: int = 0,
     fp8: bool = False,
+    by_row: bool = False,
     extra: bool = False,
     block_rows: int = 128,
     target: int = HOPPER,
 ) -> CompileCase:
-    """A layer as its plan launches it; with a separate norm only the product."""
-    element_bytes, plan_key = 4 if dtype == "fp32" else 2, "fp8" if fp8 else "plain"
+    """A layer as its plan launches it; with a separate norm only the product. by_row: an 8-bit weight has a scale for
+    each row instead of those of blocks."""
+    fp8 = fp8 or by_row
+    element_bytes, plan_key = 4 if dtype == "fp32" else 2, "fp8 rows" if by_row else "fp8" if fp8 else "plain"
     plan = plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, shared_bytes(target))
     assert plan is not None
     constexprs: dict[str, Any] = {
@@ -106,9 +110,11 @@ def layer(
         rows = plan.block_o // 2 if kind == "norm_swiglu" else plan.block_o
         constexprs |= (
             {"BLOCK_ROWS": block_rows, "ONE_BLOCK": block_rows % rows == 0}
-            if fp8
+            if fp8 and not by_row
             else {"scales_ptr": None, "BLOCK_ROWS": 1, "ONE_BLOCK": False}
         )
+    if "row_scales_ptr" in kernel.arg_names and not by_row:
+        constexprs |= {"row_scales_ptr": None}
     if kernel is linear_kernels.linear_kernel:
         constexprs |= {"SPLIT": plan.split} | ({} if plan.split > 1 else {"partial_ptr": None, "arrivals_ptr": None})
         constexprs |= {} if kind == "add_linear" else {"residual_ptr": None}
@@ -119,7 +125,7 @@ def layer(
         constexprs |= {"norm_ptr": None}
     if fp8 and dtype == "bf16":
         instructions += (WGMMA, PAIRED_DECODING) if plan.takes_pairs else (PACKED_DECODING,)
-    name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}"
+    name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}{' rows' * by_row}"
     weight = ("u16" if plan.takes_pairs else "u8") if fp8 else ""
     return case(
         name,
@@ -147,6 +153,8 @@ def elsewhere(target: int) -> list[CompileCase]:
         layer("27B", "norm_swiglu", 34816, 5120, 32, fp8=True, target=target),
         layer("27B", "add_linear", 5120, 17408, 4, fp8=True, target=target),
         layer("35B", "draft_argmax", 32768, 2048, 1, fp8=True, target=target),
+        *(layer("27B", "logits", 248320, 5120, tokens, by_row=True, target=target) for tokens in (4, 16, 32, 64)),
+        layer("35B", "draft_argmax", 32768, 2048, 1, by_row=True, target=target),
     ]
 
 
@@ -179,4 +187,11 @@ CASES = [
     layer("none", "norm_swiglu", 12288, 3072, 64, ASYNC_COPIES, fp8=True),
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32", fp8=True, block_rows=8),
     layer("tiny", "norm_linear", 1024, 256, 4, fp8=True, extra=True, block_rows=8),
+    *(layer("27B", "logits", 248320, 5120, tokens, ASYNC_COPIES, by_row=True) for tokens in (4, 16, 32, 64)),
+    layer("35B", "logits", 248320, 2048, 4, ASYNC_COPIES, by_row=True),
+    layer("27B, a rank", "logits", 31040, 5120, 4, ASYNC_COPIES, by_row=True),
+    *(layer("27B", "draft_argmax", 32768, 5120, tokens, ASYNC_COPIES, by_row=True) for tokens in (1, 8, 32, 64)),
+    layer("35B", "draft_argmax", 32768, 2048, 1, ASYNC_COPIES, by_row=True),
+    layer("tiny", "logits", 4096, 272, 9, by_row=True),
+    layer("tiny", "logits", 4096, 256, 4, dtype="fp32", by_row=True),
 ]

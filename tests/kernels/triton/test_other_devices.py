@@ -79,12 +79,16 @@ def test_shared_memory_follows_from_the_compute_capability(capability: tuple[int
 @pytest.mark.parametrize("shared_kb", [99, 163])
 def test_measured_plans_have_fewer_stages_where_shared_memory_is_small_and_nothing_else_changes(shared_kb: int) -> None:
     num_changed = 0
-    for plan_key, measured in (("plain", linear_plans.MEASURED), ("fp8", linear_plans.MEASURED_FP8)):
+    for plan_key, measured in (
+        ("plain", linear_plans.MEASURED),
+        ("fp8", linear_plans.MEASURED_FP8),
+        ("fp8 rows", linear_plans.MEASURED_FP8_ROWS),
+    ):
         for (kind, num_outputs, depth), entries in measured.items():
             for most_tokens, on_hopper in entries:
                 if on_hopper is None:
                     continue
-                weight_bytes = 1 if plan_key == "fp8" else 2
+                weight_bytes = 2 if plan_key == "plain" else 1
                 stage = on_hopper.block_k * (on_hopper.block_o * weight_bytes + on_hopper.block_m * 2)
                 size = (kind, num_outputs, depth, most_tokens, 2, plan_key)
                 plan = linear_plans.plan_for(*size, shared_kb * KB)
