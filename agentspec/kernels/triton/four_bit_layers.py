@@ -152,7 +152,7 @@ def step_product(
     hopper = None
     if linear_hopper.supports_four_bit(x_NK, weight_OK):
         num_multiprocessors = machine_of(x_NK.device).num_multiprocessors
-        hopper = hopper_plan_for(*weight_OK.shape, num_tokens, num_multiprocessors, is_swiglu=is_swiglu)
+        hopper = hopper_plan_for(weight_OK.shape[0], depth, num_tokens, num_multiprocessors, is_swiglu=is_swiglu)
     if hopper is not None:
         linear_hopper.launch_four_bit(hopper, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
     elif num_tokens:
