@@ -2,8 +2,8 @@
 
 Each is timed as in a step (linear.seconds_a_launch), over weights that together exceed the L2. Every plan
 is checked against float64 first, at the real depth. With --sweep, candidates are compiled and checked in parallel
-processes, and all are timed; else only what `four_bit_layers.plan_for` says. With --hopper, plans of linear_hopper.py
-are timed as well, of integers without zero points.
+processes, and all are timed; else only what a step uses (`four_bit_layers`). With --hopper, other plans of
+linear_hopper.py are timed as well, of integers without zero points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.functional import silu
 from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import linear_hopper
-from agentspec.kernels.triton.four_bit_layers import FourBitPlan, launch_product, plan_for
+from agentspec.kernels.triton.four_bit_layers import FourBitPlan, hopper_plan_for, launch_product, plan_for
 from agentspec.kernels.triton.linear_plans import Plan
 from agentspec.kernels.weights import FP8
 from benchmarks.bandwidth import measure_bandwidth
@@ -119,6 +119,21 @@ Cell = tuple[str, str, int]
 Job = TypeVar("Job", bound=tuple[object, object])
 
 
+def walk_plan(cell: Cell) -> FourBitPlan:
+    """Of linear_four_bit.py."""
+    name, form, num_tokens = cell
+    return plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
+
+
+def chosen_plan(cell: Cell, sm_count: int) -> AnyPlan:
+    """What a step uses on Hopper."""
+    name, form, num_tokens = cell
+    hopper = None
+    if form == "int4":
+        hopper = hopper_plan_for(*SHAPES[name], num_tokens, sm_count, is_swiglu=name.endswith("ffn in"))
+    return walk_plan(cell) if hopper is None else hopper
+
+
 def check(cell: Cell, plan: AnyPlan) -> str:
     """In a worker: compile a plan, and run it on a few tiles. Return its fault."""
     name, form, num_tokens = cell
@@ -176,16 +191,15 @@ def main() -> None:
     jobs: list[tuple[Cell, AnyPlan]] = []
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for name, form, num_tokens in cells:
-        chosen = plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
-        is_swiglu = name.endswith("ffn in")
-        plans: list[AnyPlan] = [chosen]
+        cell, is_swiglu = (name, form, num_tokens), name.endswith("ffn in")
+        plans = [chosen_plan(cell, sm_count), walk_plan(cell)]
         if options.sweep:
-            plans += candidates(chosen, SHAPES[name], is_swiglu=is_swiglu)
+            plans += candidates(walk_plan(cell), SHAPES[name], is_swiglu=is_swiglu)
         if options.hopper and form == "int4" and num_tokens > 8:
             plans += hopper_candidates(SHAPES[name], num_tokens, sm_count, is_swiglu=is_swiglu)
-        jobs += [((name, form, num_tokens), plan) for plan in dict.fromkeys(plans)]
+        jobs += [(cell, plan) for plan in dict.fromkeys(plans)]
     good = checked(jobs, check, options.processes)
-    _time(cells, good, measure_bandwidth(torch.device("cuda")).read, options.json)
+    _time(cells, good, measure_bandwidth(torch.device("cuda")).read, sm_count, options.json)
 
 
 def checked(jobs: Sequence[Job], check: Callable[..., str], num_processes: int) -> list[Job]:
@@ -201,7 +215,11 @@ def checked(jobs: Sequence[Job], check: Callable[..., str], num_processes: int) 
 
 
 def _time(
-    cells: Sequence[Cell], jobs: Sequence[tuple[Cell, AnyPlan]], bytes_per_second: float, path: Path | None
+    cells: Sequence[Cell],
+    jobs: Sequence[tuple[Cell, AnyPlan]],
+    bytes_per_second: float,
+    sm_count: int,
+    path: Path | None,
 ) -> None:
     found = []
     print("| layer | O x K | form | tokens | us | of the floor | best other | its plan |")
@@ -214,7 +232,7 @@ def _time(
         one = FourBitTiles.empty(FORMS[form], SHAPES[name], torch.device("meta")).nbytes
         work = Work(name, form, num_tokens, SHAPES[name], max(3, round(ROTATED_BYTES / one)))
         times = {plan: work.microseconds(plan) for plan in plans}
-        chosen = plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
+        chosen = chosen_plan(cell, sm_count)
         floor = one / bytes_per_second * 1e6
         best = min(times, key=times.__getitem__)
         ours = times.get(chosen, float("nan"))

@@ -1,5 +1,5 @@
-"""Products of 16 to 64 tokens with block-scaled weights on Hopper's matrix units, in Gluon: one launch, with a SwiGLU
-or a residual after it.
+"""Products of 16 tokens and more with block-scaled weights or 4-bit integers on Hopper's matrix units, in Gluon: one
+launch, with a SwiGLU or a residual after it.
 
 Weights are stationary, as in linear_tiles.py: a tile is 128 or 256 rows of W (of SwiGLU, 128 of gate and 128 of up) by
 all tokens of a block. There is one program per multiprocessor. One of its warps fetches: weights and tokens of 128
