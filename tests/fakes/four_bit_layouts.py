@@ -121,6 +121,12 @@ def int4_group(group: int, **changes: Any) -> dict[str, Any]:
 NVFP4_WEIGHTS = weights(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
 NVFP4_INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+BLOCK_MIXERS = {
+    "targets": ["re:.*_attn.*"],
+    "weights": weights(8, "float", "block", block_structure=[128, 128]),
+    "input_activations": FP8_INPUTS,
+    "format": "float-quantized",
+}
 
 
 def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
@@ -270,12 +276,7 @@ LAYOUTS: dict[str, Layout] = {
         config=compressed(
             [
                 int4_group(32, targets=["re:.*mlp.*"], format="pack-quantized"),
-                {
-                    "targets": ["re:.*_attn.*"],
-                    "weights": weights(8, "float", "block", block_structure=[128, 128]),
-                    "input_activations": FP8_INPUTS,
-                    "format": "float-quantized",
-                },
+                BLOCK_MIXERS,
             ],
             "mixed-precision",
             ignore=["lm_head", "re:.*in_proj_b"],
@@ -291,12 +292,7 @@ LAYOUTS: dict[str, Layout] = {
         config=compressed(
             [
                 int4_group(128, targets=["re:.*mlp.*"], format="pack-quantized"),
-                {
-                    "targets": ["re:.*_attn.*"],
-                    "weights": weights(8, "float", "block", block_structure=[128, 128]),
-                    "input_activations": FP8_INPUTS,
-                    "format": "float-quantized",
-                },
+                BLOCK_MIXERS,
                 {
                     "targets": ["lm_head"],
                     "weights": weights(8, "float", "channel"),
