@@ -29,6 +29,8 @@ from agentspec.kernels.triton.linear_four_bit import (
 _NO_PAIR = tl.constexpr(0x7FFFFFFF)
 _WORDS = tl.constexpr(128)
 """32-bit words of a tile."""
+_COLUMNS_OF_TABLE = tl.constexpr(16)
+"""Most visits of a token."""
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
@@ -45,7 +47,7 @@ def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
     _await_previous(PDL)
     _release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, mma_layout(SHARES, WARPS)))
-    expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, M)
+    expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, WARPS, M)
     if works:
         num_tiles = width // 4 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
@@ -75,7 +77,7 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
     one. So are the first weights."""
     _release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, mma_layout(SHARES, WARPS)))
-    expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, M)
+    expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, WARPS, M)
     if works:
         num_tiles = num_outputs // 8 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
@@ -98,21 +100,31 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
         _await_previous(PDL)
 
 
+@gluon.constexpr_function
+def _table_layout(block_m: int, warps: int) -> gl.BlockedLayout:
+    """Of [block_m, _COLUMNS_OF_TABLE] ids, two rows a warp."""
+    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def _visitors(  # type: ignore[no-untyped-def]
-    ids, pairs, tiles, num_tokens, C: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr
+    ids, pairs, tiles, num_tokens, C: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """experts._visitors: (expert, pairs [BLOCK_M], which of them are real, whether there is work) of this program."""
     m = gl.arange(0, BLOCK_M, layout=LAYOUT)
     if tiles is None:
         mine = gl.program_id(1)
         expert = gl.load(ids + mine, cache_modifier=".cg")
-        m_pair = gl.full([BLOCK_M], _NO_PAIR, gl.int32, LAYOUT)
-        for c in gl.static_range(C):
-            id = gl.load(ids + m * C + c, mask=m < num_tokens, other=-1, cache_modifier=".cg")
-            m_pair = gl.minimum(m_pair, gl.where(id == expert, m * C + c, _NO_PAIR))
-        m_is_real = m_pair < _NO_PAIR
+        # All programs read the same few bytes of L2, so each reads them once, not each of its threads.
+        TABLE: gl.constexpr = _table_layout(BLOCK_M, WARPS)
+        n = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TABLE)), 1)
+        c = gl.expand_dims(gl.arange(0, _COLUMNS_OF_TABLE, layout=gl.SliceLayout(0, TABLE)), 0)
+        gl.static_assert(C <= _COLUMNS_OF_TABLE)
+        id = gl.load(ids + n * C + c, mask=(n < num_tokens) & (c < C), other=-1, cache_modifier=".cg")
+        m_pair = gl.min(gl.where(id == expert, n * C + c, _NO_PAIR), axis=1)
         works = (gl.min(m_pair, axis=0) == mine) & (expert >= 0)
+        m_pair = gl.convert_layout(m_pair, LAYOUT)
+        m_is_real = m_pair < _NO_PAIR
         m_pair = gl.where(m_is_real, m_pair, 0)
     else:
         tile = tiles + gl.program_id(1) * FIELDS
