@@ -36,7 +36,9 @@ as measured one by one, take less than what the library needs: weights written a
 
 _BLOCK_M = (8, 16, 32)
 _PIECE = 2**25
-"""Weights that are expanded at a time: 64 MiB."""
+"""Most weights that are expanded at a time: 64 MiB."""
+_EXPANDED_TILES = 4
+"""Of a program."""
 _ENOUGH_PROGRAMS = 640
 """Programs of four warps that fill an H100."""
 _SMALL_BYTES = 40 * 2**20
@@ -229,7 +231,9 @@ def launch_product(
 def prompt_product(x_NK: Tensor, weight_OK: FourBitTiles, out_NO: Tensor) -> None:
     """x W^T into `out`, whose rows may be slices of wider ones. Weights are rounded to x's dtype, which may be any."""
     num_rows, depth = weight_OK.shape
-    size = max(1, _PIECE // depth // TILE_ROWS) * TILE_ROWS
+    # In equal pieces: a small last one would not fill the device.
+    pieces = triton.cdiv(num_rows * depth, _PIECE)
+    size = triton.cdiv(num_rows, pieces * TILE_ROWS) * TILE_ROWS
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
         torch.mm(x_NK, expanded(weight_OK.cut((rows,)), x_NK.dtype).t(), out=out_NO[:, rows])
@@ -240,13 +244,16 @@ def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:
     depth, form = weight.shape[-1], weight.form
     assert weight.values.is_contiguous()
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    _expand_kernel[(out.numel() // depth // TILE_ROWS, depth // TILE_COLUMNS)](
+    num_tiles = out.numel() // (TILE_ROWS * TILE_COLUMNS)
+    _expand_kernel[(triton.cdiv(num_tiles, _EXPANDED_TILES),)](
         out,
         weight.values,
         weight.scales,
         weight.zeros,
         weight.multipliers,
+        num_tiles,
         depth,
+        TILES=_EXPANDED_TILES,
         IS_FLOAT=form.kind == "e2m1",
         SUMS=TILE_COLUMNS // form.group if form.kind == "int4" else 1,
         num_warps=4,
@@ -257,28 +264,32 @@ def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    out, words, scales, zeros, multipliers, depth, IS_FLOAT: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr
-):
-    """A program expands a tile; a lane has the eight adjacent columns of a word. SUMS: groups of integers in a row of
-    the tile."""
+    out, words, scales, zeros, multipliers, num_tiles, depth, TILES: tl.constexpr, IS_FLOAT: tl.constexpr,
+    SUMS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A program expands some tiles; a lane has the eight adjacent columns of a word of each. SUMS: groups of integers
+    in a row of a tile."""
     release_next(PDL)
     await_previous(PDL)
-    tile = tl.program_id(0).to(tl.int64) * (depth // _TILE_COLUMNS) + tl.program_id(1)
-    place = tl.arange(0, 128)
+    index = tl.arange(0, TILES * 128)
+    tile, place = tl.program_id(0).to(tl.int64) * TILES + index // 128, index % 128
     row, t, i = place // 16, place // 4 % 4, place % 4
-    word = tl.load(words + tile * 128 + place)
+    is_real = tile < num_tiles
+    groups = depth // _TILE_COLUMNS
+    block = tile // groups
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * (TILES * 128) + index, mask=is_real, other=0)
     if IS_FLOAT:
-        code = tl.load(scales + tile * 64 + row * 8 + t // 2 * 4 + i).to(tl.int32)
+        code = tl.load(scales + tile * 64 + row * 8 + t // 2 * 4 + i, mask=is_real, other=0).to(tl.int32)
         scale = ((code // 8 + (127 - _E5M3_BIAS)) * 8388608 + code % 8 * 1048576).to(tl.float32, bitcast=True)
-        multiplier = tl.load(multipliers + tl.program_id(0) * _TILE_ROWS + row)
+        multiplier = tl.load(multipliers + block * _TILE_ROWS + row, mask=is_real, other=0)
         zero = multiplier
     else:
         group = tile * (8 * SUMS) + row * SUMS + i * (SUMS // 4)
-        scale = tl.load(scales + group).to(tl.float32)
+        scale = tl.load(scales + group, mask=is_real, other=0).to(tl.float32)
         multiplier = scale
-        zero = tl.full((128,), 8.0, tl.float32)
+        zero = tl.full((TILES * 128,), 8.0, tl.float32)
         if zeros is not None:
-            zero = tl.load(zeros + group).to(tl.float32)
+            zero = tl.load(zeros + group, mask=is_real, other=0).to(tl.float32)
     halves_0 = tl.join(
         _weight(word, 0, 0, scale, zero, multiplier, IS_FLOAT), _weight(word, 0, 1, scale, zero, multiplier, IS_FLOAT)
     )
@@ -293,10 +304,9 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     )
     # Axes: word, odd, pair's bits 0 and 1.
     values = tl.join(tl.join(halves_0, halves_1), tl.join(halves_2, halves_3))
-    values = values.permute((0, 3, 2, 1)).reshape((128, 8))
-    column = tl.program_id(1) * _TILE_COLUMNS + i * 32 + t * 8
-    at = (tl.program_id(0).to(tl.int64) * _TILE_ROWS + row) * depth + column
-    tl.store(out + at[:, None] + tl.arange(0, 8)[None, :], values.to(out.dtype.element_ty))
+    values = values.permute((0, 3, 2, 1)).reshape((TILES * 128, 8))
+    at = (block * _TILE_ROWS + row) * depth + (tile % groups) * _TILE_COLUMNS + i * 32 + t * 8
+    tl.store(out + at[:, None] + tl.arange(0, 8)[None, :], values.to(out.dtype.element_ty), mask=is_real[:, None])
 
 
 @triton.jit
@@ -311,5 +321,6 @@ def _weight(  # type: ignore[no-untyped-def]
         half_steps = tl.where(exponent == 0, low, (low + 2) << tl.maximum(exponent - 1, 0)).to(tl.float32)
         is_negative = ((half >> _E2M1_BITS[PAIR][3]) & 1) != 0
         return tl.where(is_negative, -half_steps, half_steps) * 0.5 * scale * multiplier
-    code = (half >> (4 * PAIR)) & 15
-    return (code.to(tl.float32) - zero) * scale
+    # 2^23 + code by its bits: conversions of integers take four times as long as other instructions.
+    code = ((half >> (4 * PAIR)) & 15) | 0x4B000000
+    return (code.to(tl.float32, bitcast=True) - (8388608.0 + zero)) * scale

@@ -68,6 +68,7 @@ def _case(
 def _expand(form: str) -> CompileCase:
     is_float = form == "e2m1"
     signature = {"out": "*bf16", "words": "*i32", "scales": "*u8" if is_float else "*bf16", "depth": "i32"}
+    signature["num_tiles"] = "i32"
     optional = {
         "zeros": "*u8" if "zeros" in form else None,
         "multipliers": "*fp32" if is_float else None,
@@ -77,7 +78,7 @@ def _expand(form: str) -> CompileCase:
         kernel=four_bit_layers._expand_kernel,
         signature=signature | {name: kind for name, kind in optional.items() if kind is not None},
         constexprs={name: None for name, kind in optional.items() if kind is None}
-        | {"IS_FLOAT": is_float, "SUMS": 4 if "by 32" in form else 1},
+        | {"IS_FLOAT": is_float, "SUMS": 4 if "by 32" in form else 1, "TILES": four_bit_layers._EXPANDED_TILES},
         multiples_of_16=("depth",),
         instructions=("st.global.v4.b32",),
     )
