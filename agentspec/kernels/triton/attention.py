@@ -1,17 +1,18 @@
 """Attention of a decode window in Triton: head norms, RoPE, page stores, split-KV attention and the output gate. See
 backend.Backend.
 
-There are two launches. The first attends with a fixed number of programs, as many as the device holds at once. They
-share all keys of all slots equally, so that the longest sequence of a batch never depends on a single program. A
-*unit* is BLOCK_S keys of one page. A *task* is one slot, key/value head and block of query rows, and has as many units
-as its slot. A block without a live column is no task, so it reads no keys. Tasks are concatenated to one list of units,
-and program c takes the c-th equal share of it, often the end of one task and the start of the next. Its result for one
-task is a *partial*: for every query row the largest score, the sum of the exponentials relative to it, and the values
-weighted by them. The second launch adds up the partials of every row, in order, and applies the gate.
+There are three launches. The first norms and rotates queries and the window's own keys, and stores the keys and values.
+The second attends with a fixed number of programs, as many as the device holds at once. They share all keys of all
+slots equally, so that the longest sequence of a batch never depends on a single program. A *unit* is BLOCK_S keys of
+one page. A *task* is one slot, key/value head and block of query rows, and has as many units as its slot. A block
+without a live column is no task, so it reads no keys. Tasks are concatenated to one list of units, and program c takes
+the c-th equal share of it, often the end of one task and the start of the next. Its result for one task is a *partial*:
+for every query row the largest score, the sum of the exponentials relative to it, and the values weighted by them. The
+third launch adds up the partials of every row, in order, and applies the gate. For pages in FP8 the second launch is
+attention_fp8.py's.
 
 The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head
-g * SHARES + s of column t. A program norms and rotates its own queries. It does the same for the window's own keys if
-its share contains their unit, and stores them before it reads them.
+g * SHARES + s of column t. Programs of the second launch find out what to do while the first one runs.
 
 An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros.
 Scores are in powers of two. A slot's sums are split at places that depend on the whole batch's lengths, so its
@@ -35,6 +36,7 @@ from agentspec import types
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.slots import LiveColumns
 from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton import attention_fp8
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
@@ -47,18 +49,21 @@ _MAX_ROWS = 64
 """Most query rows of a task: more would leave no registers for the output. A window with more rows has several tasks
 per head, each of which reads the keys."""
 _COMBINE_TILE = 4096
-"""Elements of partials that a program of the second launch loads at once."""
+"""Elements of partials that a program of the third launch loads at once."""
 _INTERPRETED_PROGRAMS = 5
 """Under the interpreter: few enough that a program has several tasks, and a task several programs."""
 
 
 class AttendPlan(NamedTuple):
-    """Tiling and occupancy of the first launch."""
+    """Tiling and occupancy of the second launch."""
 
     block_keys: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+
+
+_FP8_PLAN = AttendPlan(attention_fp8.UNIT, attention_fp8.NUM_WARPS, 1, attention_fp8.PROGRAMS_PER_SM)
 
 
 @touches_pools
@@ -83,31 +88,76 @@ def attention_step(
     page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
     num_columns = projected_NP.shape[0] // num_slots if live is None else live.row_BT.shape[1]
     shares = weights.num_heads // num_kv_heads
-    block_rows = task_rows(num_columns * shares)
-    plan = attend_plan(
-        block_rows, projected_NP.dtype, head_dim, shared_bytes(projected_NP.device), fp8=exponent_P2GS is not None
-    )
+    device, dtype, fp8 = projected_NP.device, projected_NP.dtype, exponent_P2GS is not None
+    in_gluon = fp8 and takes_fp8(dtype, head_dim, page_tokens)
+    block_rows = task_rows(num_columns * shares, attention_fp8.MOST_ROWS if in_gluon else _MAX_ROWS)
+    plan = _FP8_PLAN if in_gluon else attend_plan(block_rows, dtype, head_dim, shared_bytes(device), fp8=fp8)
     shapes = {
         "T": num_columns,
         "G": num_kv_heads,
         "SHARES": shares,
-        "D": head_dim,
         "BLOCK_B": block_slots(num_slots),
         "BLOCK_M": block_rows,
-        "BLOCK_S": math.gcd(plan.block_keys, page_tokens),
         "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
     }
-    assert shapes["BLOCK_S"] >= _MIN_DOT, page_tokens
+    sizes = {
+        "D": head_dim,
+        "BLOCK_D": max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        "BLOCK_S": math.gcd(plan.block_keys, page_tokens),
+    }
+    assert sizes["BLOCK_S"] >= _MIN_DOT, page_tokens
     num_tasks = num_slots * num_kv_heads * shapes["ROW_BLOCKS"]
-    most_units = num_tasks * num_pages * (page_tokens // shapes["BLOCK_S"])
-    num_programs = min(_resident_programs(projected_NP.device, plan.programs_per_sm), most_units)
+    most_units = num_tasks * num_pages * (page_tokens // sizes["BLOCK_S"])
+    num_programs = min(_resident_programs(device, plan.programs_per_sm), most_units)
     # The partial of program c for task i has index c + i. Along the list of units at least one of the two grows, so
     # indices are unique.
     num_partials = num_programs + num_tasks
-    queries_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
-    sums_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=torch.float32, device=projected_NP.device)
-    scores_2CM = torch.empty(2, num_partials, block_rows, dtype=torch.float32, device=projected_NP.device)
-    _attend[(num_programs,)](
+    sums_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=torch.float32, device=device)
+    scores_2CM = torch.empty(2, num_partials, block_rows, dtype=torch.float32, device=device)
+    pools = (exponent_P2GS, page_table_BP, num_slots, num_pages, start_B)
+    inputs = (*pools, None if live is None else live.count_B, weights.scale * math.log2(math.e), sums_CMD, scores_2CM)
+    queries_BGMD = _queries(projected_NP, weights, rope, kv_P2SGD, pools, live, shapes | sizes)
+    if in_gluon:
+        attention_fp8.attend_fp8[(num_programs,)](
+            queries_BGMD,
+            kv_P2SGD.view(torch.int32),
+            *inputs,
+            FIRST=first_position,
+            num_warps=plan.num_warps,
+            **shapes,
+            **overlapped(),
+        )
+    else:
+        _attend[(num_programs,)](
+            queries_BGMD,
+            as_bytes(kv_P2SGD, exponent_P2GS),
+            *inputs,
+            PAGE=page_tokens,
+            FIRST=first_position,
+            PRECISION=dot_precision(dtype),
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+            **shapes,
+            **sizes,
+            **overlapped(),
+        )
+    return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, live, num_programs, shapes | sizes)
+
+
+def _queries(
+    projected_NP: Tensor,
+    weights: AttentionWeights,
+    rope: RopeTable,
+    kv_P2SGD: Tensor,
+    pools: tuple[Tensor | None, Tensor, int, int, Tensor],
+    live: LiveColumns | None,
+    shapes: dict[str, int],
+) -> Tensor:
+    """Run the first launch: [B, G, rows of all row blocks, D]."""
+    exponent_P2GS, page_table_BP, num_slots, num_pages, start_B = pools
+    num_rows = shapes["ROW_BLOCKS"] * shapes["BLOCK_M"]
+    queries_BGMD = projected_NP.new_empty(num_slots, shapes["G"], num_rows, shapes["D"])
+    _prepare[(1 + num_rows // _MIN_DOT, shapes["G"], num_slots)](
         projected_NP,
         projected_NP.stride(0),
         weights.q_norm.weight,
@@ -119,26 +169,24 @@ def attention_step(
         as_bytes(kv_P2SGD, exponent_P2GS),
         exponent_P2GS,
         page_table_BP,
-        num_slots,
         num_pages,
         start_B,
         *((None, None) if live is None else (live.first_B, live.count_B)),
-        weights.scale * math.log2(math.e),
-        queries_CMD,
-        sums_CMD,
-        scores_2CM,
-        PAGE=page_tokens,
+        queries_BGMD,
+        PAGE=kv_P2SGD.shape[2],
         A=rope.cos_LA.shape[1],
-        BLOCK_T=triton.next_power_of_2(num_columns),
-        BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
-        FIRST=first_position,
-        PRECISION=dot_precision(projected_NP.dtype),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **shapes,
+        BLOCK_T=triton.next_power_of_2(shapes["T"]),
+        **{name: shapes[name] for name in ("T", "G", "SHARES", "D", "BLOCK_D", "BLOCK_M", "ROW_BLOCKS")},
+        num_warps=4,
         **overlapped(),
     )
-    return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, live, num_programs, shapes)
+    return queries_BGMD
+
+
+def takes_fp8(dtype: torch.dtype, head_dim: int, page_tokens: int) -> bool:
+    """Whether attention_fp8.py attends over such pages. dtype: of activations."""
+    shape = (head_dim, page_tokens)
+    return (INTERPRETED or dtype == torch.bfloat16) and shape == (attention_fp8.HEAD_DIM, attention_fp8.UNIT)
 
 
 def _combined(
@@ -151,7 +199,7 @@ def _combined(
     num_programs: int,
     shapes: dict[str, int],
 ) -> Tensor:
-    """Run the second launch: [N, Q * D]."""
+    """Run the third launch: [N, Q * D]."""
     num_tokens, num_slots = projected_NP.shape[0], start_B.shape[0]
     num_heads, head_dim = shapes["G"] * shapes["SHARES"], shapes["D"]
     out_NX = torch.empty(num_tokens, num_heads * head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
@@ -169,18 +217,17 @@ def _combined(
         out_NX,
         num_programs,
         BLOCK_C=block_partials,
-        BLOCK_D=block_dims,
+        **(shapes | {"BLOCK_D": block_dims}),
         num_warps=4,
-        **shapes,
         **overlapped(),
     )
     return out_NX
 
 
-def task_rows(num_rows: int) -> int:
+def task_rows(num_rows: int, most: int = _MAX_ROWS) -> int:
     """Return the query rows of a task, for a window with num_rows query rows per key/value head."""
     rows: int = triton.next_power_of_2(num_rows)
-    return min(_MAX_ROWS, max(_MIN_DOT, rows))
+    return min(most, max(_MIN_DOT, rows))
 
 
 def block_slots(num_slots: int) -> int:
@@ -198,7 +245,7 @@ def attend_plan(
     *,
     fp8: bool = False,
 ) -> AttendPlan:
-    """Choose the first launch's plan. dtype: of activations. fp8: keys and values are in FP8.
+    """Choose the second launch's plan. dtype: of activations. fp8: keys and values are in FP8.
 
     At least 64 KB of loads must be in flight in every multiprocessor; the number of programs is what fits its registers
     and shared memory.
@@ -229,7 +276,7 @@ def _attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
 
 
 def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:
-    """Return (partials, dimensions) of the second launch's tiles: all partials of a row at once if the tasks have
+    """Return (partials, dimensions) of the third launch's tiles: all partials of a row at once if the tasks have
     equal lengths."""
     partials = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
     return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
@@ -311,59 +358,6 @@ def norm_rope(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _queries(  # type: ignore[no-untyped-def]
-    heads,
-    row_stride,
-    start,
-    first_row,
-    norm_D,
-    eps,
-    cos_LA,
-    sin_LA,
-    scratch_MD,
-    num_columns,
-    SHARES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    A: tl.constexpr,
-):
-    """Return rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 after the last.
-    `heads`: its first head in column 0.
-
-    They are computed 16 at a time and exchanged through memory, since norm and RoPE of more rows exceed the
-    registers."""
-    d = tl.arange(0, BLOCK_D)
-    if BLOCK_M == 16:
-        q = _sixteen_queries(
-            heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, num_columns, SHARES, D, BLOCK_D, A
-        )
-    else:
-        for chunk in tl.range(0, BLOCK_M, 16, num_stages=1):
-            part = _sixteen_queries(
-                heads,
-                row_stride,
-                start,
-                first_row + chunk,
-                norm_D,
-                eps,
-                cos_LA,
-                sin_LA,
-                num_columns,
-                SHARES,
-                D,
-                BLOCK_D,
-                A,
-            )
-            m = chunk + tl.arange(0, 16)
-            tl.store(scratch_MD + (m[:, None] * D + d[None, :]), part, mask=(d < D)[None, :])
-        # The program's other threads read these stores.
-        tl.debug_barrier()
-        q = tl.load(scratch_MD + (tl.arange(0, BLOCK_M)[:, None] * D + d[None, :]), mask=(d < D)[None, :], other=0.0)
-    return q
-
-
-@triton.jit
 def _sixteen_queries(  # type: ignore[no-untyped-def]
     heads,
     row_stride,
@@ -379,6 +373,8 @@ def _sixteen_queries(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     A: tl.constexpr,
 ):
+    """Return rows first_row.. of a slot's queries of a head, [16, BLOCK_D] in the activations' type; 0 after the last.
+    `heads`: the first of its heads in column 0."""
     row = first_row + tl.arange(0, 16)
     column = row // SHARES
     offset = column * row_stride + (row % SHARES) * (2 * D)
@@ -488,78 +484,77 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _prepare(  # type: ignore[no-untyped-def]
+    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2GS, page_table_BP,
+    num_pages, start_B, first_B, count_B, queries_BGMD, T: tl.constexpr, G: tl.constexpr, SHARES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROW_BLOCKS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program (0, g, b) stores the keys and values of slot b's columns, program (1 + i, g, b) writes rows 16 i to
+    16 i + 15 of its queries. The next kernel is released when all that earlier ones wrote is complete."""
+    await_previous(PDL)
+    release_next(PDL)
+    part, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pages_P = page_table_BP + b.to(tl.int64) * num_pages
+    if tl.load(pages_P) != _SCRATCH_PAGE:
+        start = tl.load(start_B + b).to(tl.int32)
+        first, num_columns = _live_columns(b, first_B, count_B, T)
+        window = projected_NP + first * row_stride
+        if part == 0:
+            keys = window + (2 * G * SHARES + g) * D
+            _store_window(
+                keys, row_stride, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD + g * D, exponent_P2GS, g, pages_P, start,
+                start, start + num_columns, num_columns, BLOCK_T, G, D, BLOCK_D, A, PAGE,
+            )  # fmt: skip
+        else:
+            first_row = (part - 1) * 16
+            q = _sixteen_queries(
+                window + g * (SHARES * 2 * D), row_stride, start, first_row, q_norm_D, q_eps, cos_LA, sin_LA,
+                num_columns, SHARES, D, BLOCK_D, A,
+            )  # fmt: skip
+            m, d = first_row + tl.arange(0, 16), tl.arange(0, BLOCK_D)
+            place = (b.to(tl.int64) * G + g) * (ROW_BLOCKS * BLOCK_M * D) + m[:, None] * D + d[None, :]
+            tl.store(queries_BGMD + place, q, mask=(d < D)[None, :])
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2GS,
-    page_table_BP, num_slots, num_pages, start_B, first_B, count_B, scale, queries_CMD, sums_CMD, scores_2CM,
-    T: tl.constexpr, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    queries_BGMD, kv_P2SGD, exponent_P2GS, page_table_BP, num_slots, num_pages, start_B, count_B, scale, sums_CMD,
+    scores_2CM, T: tl.constexpr, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """Queries and the window's keys are the previous kernel's results, all else that is read is of earlier ones."""
     release_next(PDL)
-    await_previous(PDL)
     units_B, all_units_B = _units(
         start_B, count_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, G, SHARES, BLOCK_M, BLOCK_S, ROW_BLOCKS
     )
     total = tl.sum(all_units_B, axis=0)
     program = tl.program_id(0)
     position, end = share_of(program, tl.minimum(tl.num_programs(0), total), total)
+    await_previous(PDL)
     while position < end:
         b, g, row_block, first_unit, num_units = _locate(
             position, units_B, all_units_B, count_B, BLOCK_B, SHARES, BLOCK_M, ROW_BLOCKS
         )
-        task = g * ROW_BLOCKS + row_block
         run = tl.minimum(num_units - first_unit, end - position)
         start = tl.load(start_B + b).to(tl.int32)
-        first, num_columns = _live_columns(b, first_B, count_B, T)
-        window = projected_NP + first * row_stride
+        num_columns = T
+        if count_B is not None:
+            num_columns = tl.load(count_B + b).to(tl.int32)
         pages_P = page_table_BP + b.to(tl.int64) * num_pages
-        run_begin = first_unit * BLOCK_S
-        run_end = (first_unit + run) * BLOCK_S
-        if run_end > start:
-            store = (
-                window + (2 * G * SHARES + g) * D,
-                row_stride,
-                k_norm_D,
-                k_eps,
-                cos_LA,
-                sin_LA,
-                kv_P2SGD + g * D,
-                exponent_P2GS,
-                g,
-                pages_P,
-                start,
-                run_begin,
-                run_end,
-            )
-            _store_window(*store, num_columns, BLOCK_T, G, D, BLOCK_D, A, PAGE)
-            # The program's other threads read these stores.
-            tl.debug_barrier()
-        partial = (program + b * (G * ROW_BLOCKS) + task).to(tl.int64) * BLOCK_M
         first_row = row_block * BLOCK_M
-        rotation = (q_norm_D, q_eps, cos_LA, sin_LA)
-        q = _queries(
-            window + g * (SHARES * 2 * D),
-            row_stride,
-            start,
-            first_row,
-            *rotation,
-            queries_CMD + partial * D,
-            num_columns,
-            SHARES,
-            BLOCK_M,
-            D,
-            BLOCK_D,
-            A,
-        )
-        column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
+        m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        place = ((b.to(tl.int64) * G + g) * ROW_BLOCKS + row_block) * (BLOCK_M * D)
+        q = tl.load(queries_BGMD + place + m[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        column = (first_row + m) // SHARES
         heads = (q, start + column, kv_P2SGD + g * D, exponent_P2GS, g, pages_P)
         keys = (first_unit, run, start + num_columns, scale)
         largest, exponentials, values = _attend_run(
             *heads, *keys, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION
         )
-        partial += tl.arange(0, BLOCK_M)
+        partial = (program + (b * G + g) * ROW_BLOCKS + row_block).to(tl.int64) * BLOCK_M + m
         num_partials = tl.num_programs(0) + num_slots * (G * ROW_BLOCKS)
-        d = tl.arange(0, BLOCK_D)
         tl.store(scores_2CM + partial, largest, mask=column < num_columns)
         tl.store(scores_2CM + num_partials * BLOCK_M + partial, exponentials, mask=column < num_columns)
         is_real = (column < num_columns)[:, None] & (d < D)[None, :]

@@ -35,8 +35,10 @@ FEW_TOKENS = 128
 as measured one by one, take less than what the library needs: weights written and read again in 16 bits."""
 
 _BLOCK_M = (8, 16, 32)
-_PIECE = 2**25
-"""Most weights that are expanded at a time: 64 MiB."""
+_PIECE = 45 * 2**20
+_PIECE_ROWS = 6144
+"""Most weights that are expanded at a time, 90 MiB, and most rows. A matrix with many rows is multiplied faster in more
+pieces, one with long rows in fewer."""
 _EXPANDED_TILES = 4
 """Of a program."""
 _ENOUGH_PROGRAMS = 640
@@ -232,7 +234,7 @@ def prompt_product(x_NK: Tensor, weight_OK: FourBitTiles, out_NO: Tensor) -> Non
     """x W^T into `out`, whose rows may be slices of wider ones. Weights are rounded to x's dtype, which may be any."""
     num_rows, depth = weight_OK.shape
     # In equal pieces: a small last one would not fill the device.
-    pieces = triton.cdiv(num_rows * depth, _PIECE)
+    pieces = max(triton.cdiv(num_rows * depth, _PIECE), triton.cdiv(num_rows, _PIECE_ROWS))
     size = triton.cdiv(num_rows, pieces * TILE_ROWS) * TILE_ROWS
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))

@@ -8,12 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentspec.kernels.triton import four_bit_experts, four_bit_layers, gated_delta_ring, grouped_four_bit_hopper
+from agentspec.kernels.triton import (
+    attention_fp8,
+    four_bit_experts,
+    four_bit_layers,
+    gated_delta_ring,
+    grouped_four_bit_hopper,
+)
 from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.triton.gluon_in_interpreter import (
     interpreted_four_bit,
     interpreted_four_bit_experts,
     interpreted_four_bit_prompt,
+    interpreted_fp8_attention,
     interpreted_ring_step,
 )
 from tests.kernels.triton.poison import poison_new_memory
@@ -31,6 +38,7 @@ def _quick_interpreter() -> Iterator[None]:
         if INTERPRETED:
             make_quick(patch)
             patch.setattr(gated_delta_ring, "_gated_delta_ring_step", interpreted_ring_step())
+            patch.setattr(attention_fp8, "attend_fp8", interpreted_fp8_attention())
             patch.setattr(four_bit_layers, "four_bit_kernel", interpreted_four_bit())
             gate_up, down = interpreted_four_bit_experts()
             patch.setattr(four_bit_experts, "four_bit_gate_up_kernel", gate_up)

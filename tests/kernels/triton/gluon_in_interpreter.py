@@ -1,7 +1,7 @@
-"""Runs Gluon's kernels prefill_attention_hopper.py, gated_delta_ring.py, linear_four_bit.py, experts_four_bit.py and
-grouped_four_bit_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory, barriers, copies and
-matrix units are replaced by plain operations, which also check the synchronization whose absence a GPU would not
-report.
+"""Runs Gluon's kernels prefill_attention_hopper.py, attention_fp8.py, gated_delta_ring.py, linear_four_bit.py,
+experts_four_bit.py and grouped_four_bit_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory,
+barriers, copies and matrix units are replaced by plain operations, which also check the synchronization whose absence a
+GPU would not report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -25,6 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from agentspec.kernels.four_bit import E2M1
 from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS
 from agentspec.kernels.triton import (
+    attention_fp8,
     experts_four_bit,
     gated_delta_ring,
     grouped_four_bit_hopper,
@@ -321,6 +322,52 @@ def interpreted_ring_step() -> Any:
     names = _interpreted(gated_delta_ring, allocate, async_copy=_Copies())
     names["_barrier"] = lambda: None
     return _Kernel(names["_gated_delta_ring_step"])
+
+
+class _Tile:
+    """Shared memory whose barriers the compiler inserts."""
+
+    def __init__(self, dtype: Any, shape: list[int], layout: object) -> None:
+        self.dtype, self.value = dtype, None
+
+    def store(self, value: Any) -> None:
+        self.value = value
+
+    def load(self, layout: object) -> Any:
+        return self.value
+
+    def permute(self, order: tuple[int, int]) -> SimpleNamespace:
+        assert order == (1, 0)
+        return SimpleNamespace(load=lambda layout: tl.trans(self.value))
+
+
+def interpreted_fp8_attention() -> Any:
+    """The kernel of attention_fp8.py."""
+    names = _interpreted(attention_fp8, _Tile, mma_v2=lambda a, b, sums: sums + tl.dot(a, b.to(tl.float32)))
+    by_word, by_byte = names["_WORD_BY_WORD"], names["_BYTE_BY_BYTE"]
+
+    def decoded(words: Any, ptx: str) -> list[Any]:
+        """What the PTX computes, of [..., 2 n] words: of two neighbours along the axis that is in registers first."""
+        data = words.handle.data
+        codes = np.ascontiguousarray(data).view(np.uint8).reshape(*data.shape, 4)
+        values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+        # The code of NaN, which no key has, is 480 in the kernel.
+        values = np.where(np.isnan(values), np.where(codes > 127, -480.0, 480.0), values).astype(np.float32)
+        if ptx == by_byte:
+            found = [values[..., byte] for byte in range(4)]
+        else:
+            assert ptx == by_word
+            # Output 2 i + h has half h of word i of each two words, as two elements.
+            halves = values.reshape(data.shape[0], data.shape[1] // 2, 2, 2, 2)
+            found = [halves[:, :, word, half].reshape(data.shape) for word in range(2) for half in range(2)]
+        return [tl.tensor(TensorHandle(x.copy(), tl.float32), tl.block_type(tl.float32, list(x.shape))) for x in found]
+
+    names.update(
+        _decoded=decoded,
+        _sum=tl.standard._sum_combine,
+        _all_if=lambda place, condition: place >= (0 if _number(condition) else 1 << 30),
+    )
+    return _Kernel(names["attend_fp8"])
 
 
 def interpreted_four_bit() -> Any:

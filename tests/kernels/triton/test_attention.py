@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -244,6 +245,13 @@ def error(got: Tensor, want: Tensor) -> float:
     return relative_error(got.cpu(), want) if want.any() else float(got.abs().max())
 
 
+IN_GLUON: dict[str, Any] = {
+    "head_dim": 256,
+    "page_tokens": 64,
+    "fp8": True,
+    "dtype": torch.float32 if INTERPRETED else torch.bfloat16,
+}
+"""What attention_fp8.py takes."""
 CASES = {
     "one column": Case(starts=(0, 15, 16, 50), num_columns=1, num_heads=2, head_dim=16, seed=1),
     "window over a page's end": Case(starts=(13, 31, 0), num_columns=4, seed=2),
@@ -268,6 +276,14 @@ CASES = {
     "FP8, position 0 hidden": Case(starts=(0, 33), num_columns=2, num_heads=2, first_position=1, fp8=True, seed=17),
     "FP8, no power of two": Case(starts=(20,), num_columns=3, num_heads=6, head_dim=24, half_rope=3, fp8=True, seed=18),
     "FP8, pages of 64": Case(starts=(60, 200), num_columns=5, page_tokens=64, dtype=torch.float16, fp8=True, seed=19),
+    "FP8 in Gluon": Case(starts=(60, None, 200, 0), num_columns=5, num_kv_heads=1, **IN_GLUON, seed=26),
+    "FP8 in Gluon, position 0 hidden": Case(
+        starts=(0, 127), num_columns=2, num_kv_heads=2, first_position=1, **IN_GLUON, seed=27
+    ),
+    "FP8 in Gluon, two tasks a head": Case(starts=(130,), num_columns=9, num_kv_heads=1, **IN_GLUON, seed=28),
+    "FP8 in Gluon, live columns": Case(
+        starts=(13, 64, None, 300), num_columns=12, num_kv_heads=1, counts=(9, 1, 0, 3), num_dead=2, **IN_GLUON, seed=29
+    ),
     "live columns": Case(starts=(13, 31, 0, 40), num_columns=6, counts=(2, 6, 1, 4), seed=20),
     "live columns, inert slots and dead rows": Case(
         starts=(None, 20, None, 5, None), num_columns=5, counts=(0, 5, 0, 2, 0), num_dead=9, seed=21
