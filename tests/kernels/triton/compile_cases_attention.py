@@ -43,7 +43,11 @@ def _cases(
         "BLOCK_M": block_rows,
         "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
     }
-    sizes: dict[str, Any] = {"D": head_dim, "BLOCK_D": head_dim, "BLOCK_S": attention_fp8.UNIT if in_gluon else plan.block_keys}
+    sizes: dict[str, Any] = {
+        "D": head_dim,
+        "BLOCK_D": head_dim,
+        "BLOCK_S": attention_fp8.UNIT if in_gluon else plan.block_keys,
+    }
     case = f"{model} B={num_slots} T={num_columns}{' FP8 pages' * fp8}{' live' * is_shared}"
     columns = ("first_B", "count_B")
     live = dict.fromkeys(columns if is_shared else (), "*i64")
