@@ -40,6 +40,7 @@ from agentspec.kernels.triton import attention_fp8
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
+from agentspec.kernels.triton.shares import owner_of, share_of
 
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 
@@ -395,8 +396,6 @@ def _store_window(  # type: ignore[no-untyped-def]
     g,
     pages_P,
     start,
-    begin,
-    end,
     num_columns,
     BLOCK_T: tl.constexpr,
     G: tl.constexpr,
@@ -405,22 +404,22 @@ def _store_window(  # type: ignore[no-untyped-def]
     A: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Store keys and values of the columns whose positions are in begin..end-1. `keys`: the head's key of column 0;
-    `kv_head`: head g in page 0."""
+    """Store keys and values of the first num_columns columns. `keys`: the head's key of column 0; `kv_head`: head g in
+    page 0."""
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     position = start + t
-    is_mine = (t < num_columns) & (position >= begin) & (position < end)
+    is_live = t < num_columns
     row = t * row_stride
-    k = norm_rope(keys, row, is_mine, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
-    is_real = is_mine[:, None] & (d < D)[None, :]
+    k = norm_rope(keys, row, is_live, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    is_real = is_live[:, None] & (d < D)[None, :]
     v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=is_real, other=0.0)
-    page = tl.load(pages_P + position // PAGE, mask=is_mine, other=0).to(tl.int64)
+    page = tl.load(pages_P + position // PAGE, mask=is_live, other=0).to(tl.int64)
     token = page * (2 * PAGE) + position % PAGE
     place = kv_head + token[:, None] * (G * D) + d[None, :]
     exponent = (page * (2 * G) + g) * PAGE + position % PAGE
-    store_heads(place, k.to(keys.dtype.element_ty), is_real, exponent_P2GS, exponent, is_mine)
-    store_heads(place + PAGE * G * D, v, is_real, exponent_P2GS, exponent + PAGE * G, is_mine)
+    store_heads(place, k.to(keys.dtype.element_ty), is_real, exponent_P2GS, exponent, is_live)
+    store_heads(place + PAGE * G * D, v, is_real, exponent_P2GS, exponent + PAGE * G, is_live)
 
 
 @triton.jit
@@ -504,7 +503,7 @@ def _prepare(  # type: ignore[no-untyped-def]
             keys = window + (2 * G * SHARES + g) * D
             _store_window(
                 keys, row_stride, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD + g * D, exponent_P2GS, g, pages_P, start,
-                start, start + num_columns, num_columns, BLOCK_T, G, D, BLOCK_D, A, PAGE,
+                num_columns, BLOCK_T, G, D, BLOCK_D, A, PAGE,
             )  # fmt: skip
         else:
             first_row = (part - 1) * 16
@@ -578,23 +577,6 @@ def _locate(  # type: ignore[no-untyped-def]
         num_blocks = tl.cdiv(tl.load(count_B + slot).to(tl.int32) * SHARES, BLOCK_M)
     task = in_slot // num_units
     return slot, task // num_blocks, task % num_blocks, in_slot % num_units, num_units
-
-
-@triton.jit
-def share_of(program, num_programs, total):  # type: ignore[no-untyped-def]
-    """Return (begin, end) of a program's share of `total` units; both 0 from program `num_programs` on. Every other
-    share has at least one unit."""
-    count = tl.maximum(num_programs, 1).to(tl.int64)
-    begin = (program.to(tl.int64) * total // count).to(tl.int32)
-    end = ((program + 1).to(tl.int64) * total // count).to(tl.int32)
-    is_used = program < num_programs
-    return tl.where(is_used, begin, 0), tl.where(is_used, end, 0)
-
-
-@triton.jit
-def owner_of(unit, num_programs, total):  # type: ignore[no-untyped-def]
-    """Return the program whose share contains a unit: the inverse of `share_of`."""
-    return (((unit + 1).to(tl.int64) * num_programs - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from agentspec import types
 from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.shares import share_of
 
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 2
@@ -41,6 +42,7 @@ _S = gl.constexpr(UNIT)
 _D = gl.constexpr(HEAD_DIM)
 _W = gl.constexpr(HEAD_DIM // 4)
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
+_share_of = gluon.jit(share_of.fn)
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
@@ -130,10 +132,7 @@ def attend_fp8(  # type: ignore[no-untyped-def]
     )
     total = gl.max(ends_B, axis=0)
     program = gl.program_id(0)
-    num_programs = gl.minimum(gl.num_programs(0), total)
-    position = (program.to(gl.int64) * total // gl.maximum(num_programs, 1)).to(gl.int32)
-    end = ((program + 1).to(gl.int64) * total // gl.maximum(num_programs, 1)).to(gl.int32)
-    end = gl.where(program < num_programs, end, position)
+    position, end = _share_of(program, gl.minimum(gl.num_programs(0), total), total)
     dtype: gl.constexpr = queries_BGMD.dtype.element_ty
     shared_q = gl.allocate_shared_memory(dtype, [BLOCK_M, _D], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
     shared_p = gl.allocate_shared_memory(dtype, [_S, BLOCK_M], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))

@@ -39,7 +39,7 @@ from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
-from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
+from agentspec.kernels.triton.attention import dot_precision, norm_rope
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
@@ -53,6 +53,7 @@ from agentspec.kernels.triton.prefill_line import (
     tile_at,
     unit_at,
 )
+from agentspec.kernels.triton.shares import share_of
 
 _MIN_DOT = 16
 """Smallest side of a tile that the matrix units support."""

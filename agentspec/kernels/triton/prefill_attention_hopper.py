@@ -31,11 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import prefill_line
-from agentspec.kernels.triton.attention import share_of
 from agentspec.kernels.triton.fp8_pages import power
 from agentspec.kernels.triton.launch import await_previous, release_next
 from agentspec.kernels.triton.linear_tiles import decode_e4m3
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
+from agentspec.kernels.triton.shares import share_of
 
 BLOCK_M = 128
 """Two warp groups of four warps, 64 rows each."""
