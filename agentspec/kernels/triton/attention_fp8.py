@@ -1,4 +1,4 @@
-"""Attention of a decode window over pages in FP8, in Gluon: the first launch of attention.py for such pages.
+"""Attention of a decode window over pages in FP8, in Gluon: the second launch of attention.py, for such pages.
 
 Codes go from memory straight to the registers of the lanes that need them as operands of matrix instructions, and are
 decoded there: no key or value passes through shared memory. For that the products are turned, keys [S, D] times
