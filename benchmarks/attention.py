@@ -23,9 +23,8 @@ from agentspec.models.hf_config import TextConfig
 from agentspec.types import BLOCK_TOKENS
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.linear import seconds_a_launch
-from benchmarks.published import CONFIGS
+from benchmarks.published import CONFIGS, KV_DTYPES
 
-KV_DTYPES = ("bf16", "fp8")
 CHECKED_CONTEXT = 300
 TOLERANCE = 0.03
 """Relative error. The window's own keys may be rounded to other codes than the reference's."""

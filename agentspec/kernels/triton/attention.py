@@ -46,6 +46,8 @@ _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 
 _MIN_DOT = 16
 """Smallest side of a tile that the matrix units support."""
+_QUERY_ROWS = 16
+"""Query rows of a program of the first launch (`_sixteen_queries`)."""
 _MAX_ROWS = 64
 """Most query rows of a task: more would leave no registers for the output. A window with more rows has several tasks
 per head, each of which reads the keys."""
@@ -158,7 +160,7 @@ def _queries(
     exponent_P2GS, page_table_BP, num_slots, num_pages, start_B = pools
     num_rows = shapes["ROW_BLOCKS"] * shapes["BLOCK_M"]
     queries_BGMD = projected_NP.new_empty(num_slots, shapes["G"], num_rows, shapes["D"])
-    _prepare[(1 + num_rows // _MIN_DOT, shapes["G"], num_slots)](
+    _prepare[(1 + num_rows // _QUERY_ROWS, shapes["G"], num_slots)](
         projected_NP,
         projected_NP.stride(0),
         weights.q_norm.weight,

@@ -100,12 +100,6 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
         _await_previous(PDL)
 
 
-@gluon.constexpr_function
-def _table_layout(block_m: int, warps: int) -> gl.BlockedLayout:
-    """Of [block_m, _COLUMNS_OF_TABLE] ids, two rows a warp."""
-    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
-
-
 @gluon.jit
 def _visitors(  # type: ignore[no-untyped-def]
     ids, pairs, tiles, num_tokens, C: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr
@@ -116,7 +110,7 @@ def _visitors(  # type: ignore[no-untyped-def]
         mine = gl.program_id(1)
         expert = gl.load(ids + mine, cache_modifier=".cg")
         # All programs read the same few bytes of L2, so each reads them once, not each of its threads.
-        TABLE: gl.constexpr = _table_layout(BLOCK_M, WARPS)
+        TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
         n = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TABLE)), 1)
         c = gl.expand_dims(gl.arange(0, _COLUMNS_OF_TABLE, layout=gl.SliceLayout(0, TABLE)), 0)
         gl.static_assert(C <= _COLUMNS_OF_TABLE)

@@ -10,8 +10,8 @@ import torch
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.launch import INTERPRETED
 from benchmarks import attention as benchmark
-from benchmarks.attention import KV_DTYPES, TOLERANCE, error_of, random_window
-from benchmarks.published import CONFIGS
+from benchmarks.attention import TOLERANCE, error_of, random_window
+from benchmarks.published import CONFIGS, KV_DTYPES
 
 SMALL = replace(CONFIGS["4B"], num_heads=4, num_kv_heads=1)
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
