@@ -163,8 +163,10 @@ for _name, _targets in {
 }.items():
     _config = parse_text_config(CONFIG_FILES[_name])
     for _target in _targets:
+        _recipe = _RECIPES[_target]
         CONFIG_FILES[f"{_name}-{_target}"] = CONFIG_FILES[_name] | {
-            "quantization_config": quantization_as(_config, _RECIPES[_target])
+            "tie_word_embeddings": _recipe.keeps_tied(_config),
+            "quantization_config": quantization_as(_config, _recipe),
         }
 for _name, _layers in {"27B": 64, "35B-A3B": 40}.items():
     CONFIG_FILES[f"{_name}-nvfp4"] = CONFIG_FILES[_name] | {

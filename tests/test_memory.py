@@ -104,11 +104,20 @@ def test_weights_have_the_bytes_of_the_loaded_ones_and_none_is_read(
 
 
 @pytest.mark.parametrize(
-    ("family", "source"), [*((family, None) for family in FAMILIES), ("dense", "stored"), ("moe", "stored")]
+    ("family", "source", "tied"),
+    [
+        *((family, None, False) for family in FAMILIES),
+        ("dense", None, True),
+        ("dense", "stored", False),
+        ("dense", "stored", True),
+        ("moe", "stored", False),
+    ],
 )
-def test_other_forms_have_the_bytes_of_what_quantize_writes(family: Family, source: Any, tmp_path: Path) -> None:
+def test_other_forms_have_the_bytes_of_what_quantize_writes(
+    family: Family, source: Any, tied: bool, tmp_path: Path
+) -> None:
     sizes = OF_FAMILY["moe" if family == "next" else family]
-    directory = write_checkpoint(tmp_path / "m", family, **SIZES | sizes | {"fp8": source})
+    directory = write_checkpoint(tmp_path / "m", family, tied=tied, **SIZES | sizes | {"fp8": source})
     forms = needs_of(directory).quantized()
     assert set(forms) == ({"fp8", "int4", "mixed4"} if source is None else {"int4", "mixed4"})
     for target, form in forms.items():

@@ -10,6 +10,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from agentspec.engine import bundled
 from agentspec.errors import CheckpointError
 from agentspec.kernels import FourBit, Weight, quantize_blocks, quantize_int4, quantize_rows
 from agentspec.models import shard_files
+from agentspec.models.outline import quantized_as
 from agentspec.models.quantised.recipes import RECIPES
 from agentspec.models.quantization import is_convertible
 from agentspec.models.registry import resolved_config
+from agentspec.models.tensors import head_scheme, quantized_schemes
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, Tensors, rewrite, write_checkpoint, write_tensors
 from tests.fakes.four_bit import OF_FAMILY, SIZES
@@ -155,6 +158,8 @@ def test_loaded_weights_are_the_dequantised_files_and_the_rounded_source(
     source = checkpoint(tmp_path, family, **options)
     written = quantized(source, target)
     in_file, before, after = stacked(plain_values(written)), stacked(plain_values(source)), load(written)
+    if options.get("tied") and target == "mixed4":
+        before["lm_head.weight"] = before["model.embed_tokens.weight"]
     assert before.keys() == in_file.keys()
     for name, values in in_file.items():
         want = rounded(target, name, before[name], from_fp8=options.get("fp8") == "stored")
@@ -224,6 +229,67 @@ def test_layout_and_config_of_a_mixture(tmp_path: Path) -> None:
     )
     assert r"re:mtp\..*" in quantization["ignore"]
     assert len(json.dumps(quantization["config_groups"])) < 4000, "it must not grow with layers and experts"
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize("in_text_config", [False, True])
+def test_a_tied_head_becomes_a_matrix_in_8_bits(
+    family: Family, in_text_config: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint(tmp_path, family, dtype=torch.bfloat16, tied=True)
+    raw = json.loads((source / "config.json").read_text())
+    if in_text_config:
+        raw["text_config"]["tie_word_embeddings"] = raw.pop("tie_word_embeddings")
+        (source / "config.json").write_text(json.dumps(raw))
+    written = quantized(source, "mixed4")
+    said = capsys.readouterr().out
+    before, after = tensors_of(source), tensors_of(written)
+    embedding, head = before["model.embed_tokens.weight"], after["lm_head.weight"]
+    assert after["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert torch.equal(after["model.embed_tokens.weight"], embedding)
+    assert (head.dtype, head.shape) == (torch.float8_e4m3fn, embedding.shape)
+    want = quantize_rows(embedding.float()).dequantize()
+    assert torch.equal(blocks(head, after["lm_head.weight_scale"]), want)
+    loaded = load(written)
+    assert torch.equal(loaded["lm_head.weight"].dequantize(), want)
+    assert torch.equal(loaded["model.embed_tokens.weight"].dequantize(), embedding.float())
+    config = json.loads((written / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    expected = raw | {"tie_word_embeddings": False}
+    if in_text_config:
+        expected["text_config"] = raw["text_config"] | {"tie_word_embeddings": False}
+    assert config == expected
+    assert LM + "embed_tokens" in quantization["ignore"]
+    assert re.search(r"^head +FP8 by row +0\.0 +0\.0 +\d\.\d\d%$", said, re.MULTILINE)
+    assert (
+        "note: the head has a matrix of its own now; the embedding, which was the head too, stays in bfloat16" in said
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("target", ["int4", "mixed4"])
+def test_the_config_is_known_beforehand(target: str, tied: bool, tmp_path: Path) -> None:
+    """Apart from where its quantization was read, and in which order that names the groups."""
+    source = checkpoint(tmp_path, tied=tied)
+    before, after = (resolved_config(path, random_weights=False) for path in (source, quantized(source, target)))
+    known = quantized_as(before, target)
+    assert known is not None
+    assert replace(after, quantization=None) == replace(known, quantization=None)
+    assert quantized_schemes(after) == quantized_schemes(known)
+    assert after.tied == (tied and target != "mixed4")
+    assert (head_scheme(after) is not None) == (target == "mixed4")
+
+
+@pytest.mark.parametrize("target", ["fp8", "int4"])
+def test_heads_in_full_precision_stay_tied(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint(tmp_path, tied=True)
+    written = quantized(source, target)
+    known = quantized_as(resolved_config(source, random_weights=False), target)
+    assert known is not None
+    assert known.tied
+    assert "matrix of its own" not in capsys.readouterr().out
+    assert json.loads((written / "config.json").read_text())["tie_word_embeddings"]
+    assert "lm_head.weight" not in tensors_of(written)
 
 
 def test_int4_alone_is_pack_quantized_with_the_head_in_full_precision(tmp_path: Path) -> None:
@@ -427,7 +493,9 @@ def test_memory_is_bounded_by_the_largest_tensor(target: str, tmp_path: Path, mo
 def test_the_bundled_model_still_calls_tools(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "tiny"
     assert cli.main(["quantize", bundled.NAME, str(directory), "--to", target]) == 0
-    assert "22.0 MB before" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "22.0 MB before" in said
+    assert ("matrix of its own" in said) == (target == "mixed4")
     workload = Path(__file__).parent.parent / "workloads" / "agentic.jsonl"
     flags = ["--sessions", "1", "--max-turns", "1", "--device", "cpu", "--quiet", "--json", str(tmp_path / "report")]
     assert cli.main(["replay", str(workload), "--model", str(directory), *flags]) == 0

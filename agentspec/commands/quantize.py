@@ -27,9 +27,12 @@ from agentspec.models.quantised.recipes import INT4_GROUPS, RECIPES, Decisions, 
 from agentspec.models.quantization import canonical_name
 from agentspec.models.shard_files import ShardFiles, write_json
 from agentspec.models.stored import part_of, place
+from agentspec.models.tensors import HEAD
 from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, Checkpoint, resolve_checkpoint
 
 CONFIG_FILE = "config.json"
+_EMBEDDING = "model.embed_tokens.weight"
+_TIED = "tie_word_embeddings"
 
 _PIECE = 2**22
 """Values that are rounded at once, so that what that takes beside its result doesn't grow with the matrix."""
@@ -88,7 +91,8 @@ def quantize(source: Path, destination: Path, target: str = "fp8") -> Summary:
 
     Experts are written one by one where they are quantised, as in published quantised checkpoints. Other tensors, such
     as vision, keep name and dtype; 8-bit tensors of the source that the recipe leaves in full precision become
-    bfloat16. Files beside the weights are copied. `destination` appears only when it is complete."""
+    bfloat16. A tied head is written beside the embedding if the recipe quantises heads, and the config says that they
+    are no longer tied. Files beside the weights are copied. `destination` appears only when it is complete."""
     recipe = RECIPES[target]
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists already; name a directory that doesn't")
@@ -106,7 +110,8 @@ def quantize(source: Path, destination: Path, target: str = "fp8") -> Summary:
                 config = config.with_mtp_layers(int(checkpoint.has_mtp))
             conversion = _Conversion(checkpoint, config, recipe, ShardFiles(partial))
             quantization = conversion.run()
-        write_json(partial / CONFIG_FILE, _with_quantization(read_object(source / CONFIG_FILE), quantization))
+        raw = read_object(source / CONFIG_FILE)
+        write_json(partial / CONFIG_FILE, _new_config(raw, quantization, unties=conversion.unties))
         _copy_other_files(source, partial)
         for path in partial.glob("*.safetensors"):  # safetensors writes them readable for their owner only
             shutil.copymode(partial / CONFIG_FILE, path)
@@ -130,6 +135,8 @@ class _Conversion:
         self._recipe = recipe
         self._files = files
         self._sources = checkpoint.layout(config).sources
+        self.unties = config.tied and not recipe.keeps_tied(config)
+        """Whether the embedding is written a second time, as a head."""
 
     def run(self) -> dict[str, object]:
         """Write all tensors; return the quantization_config. Raises CheckpointError if nothing can be quantised, or
@@ -156,6 +163,13 @@ class _Conversion:
         if canonical in self._sources:
             tensors = self._sources[canonical].tensors(canonical).keys() - {canonical}
             row.bytes_before += sum(self._checkpoint.tensor(tensor).nbytes for tensor in tensors)
+        if canonical == _EMBEDDING and self.unties:
+            embedding = self._read(name)
+            self._write(HEAD, embedding)
+            self.summary.notes.append(
+                "the head has a matrix of its own now; the embedding, which was the head too, stays in "
+                f"{embedding.form_name}"
+            )
 
     def _parts(self, name: str) -> Iterator[tuple[str, kernels.Weight]]:
         """A stored tensor, or each expert's projections of a stack that is quantised, with the names that they get."""
@@ -223,12 +237,15 @@ def _refuse_not_finite(name: str, *weights: kernels.Weight) -> None:
         raise CheckpointError(f"{name}: holds values that aren't finite, or too large for a multiplier in bfloat16")
 
 
-def _with_quantization(raw: dict[str, object], quantization: dict[str, object]) -> dict[str, object]:
-    """A config.json with another quantization_config, which may have been in two places."""
+def _new_config(raw: dict[str, object], quantization: dict[str, object], *, unties: bool) -> dict[str, object]:
+    """A config.json with another quantization_config, which may have been in two places, as may have been whether
+    embedding and head are one matrix."""
+    changed = {_TIED: False} if unties else {}
     text = raw.get("text_config")
     if isinstance(text, dict):
-        raw = raw | {"text_config": {name: text[name] for name in text if name != "quantization_config"}}
-    return raw | {"quantization_config": quantization}
+        kept = {name: changed.get(name, text[name]) for name in text if name != "quantization_config"}
+        raw = raw | {"text_config": kept}
+    return raw | changed | {"quantization_config": quantization}
 
 
 def _copy_other_files(source: Path, destination: Path) -> None:

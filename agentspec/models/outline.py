@@ -80,18 +80,19 @@ def quantized_as(config: TextConfig, target: str) -> TextConfig | None:
     checkpoint, or finds nothing to quantise.
 
     target: one of RECIPES."""
-    quantization = quantization_as(config, RECIPES[target])
+    recipe = RECIPES[target]
+    quantization = quantization_as(config, recipe)
     if quantization is None:
         return None
     parsed = parse_quantization({"quantization_config": quantization}, {}, target)
-    return replace(config, quantization=parsed)
+    return replace(config, quantization=parsed, tied=recipe.keeps_tied(config))
 
 
 def quantization_as(config: TextConfig, recipe: Recipe) -> dict[str, object] | None:
     """The `quantization_config` in the config.json of what a recipe makes; None: as of `quantized_as`."""
     if not recipe.reads(config.quantization):
         return None
-    plain = replace(config, quantization=None)
+    plain = replace(config, quantization=None, tied=recipe.keeps_tied(config))
     decisions = Decisions(recipe)
     for name, source in checkpoint_layout(plain, set()).sources.items():
         # All experts have one form, so the first one stands for them.

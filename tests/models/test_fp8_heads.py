@@ -149,7 +149,7 @@ def test_a_head_that_the_files_have_in_full_precision_is_plain(tmp_path: Path, k
     assert torch.equal(head.values, load(expanded)[HEAD].dequantize())
 
 
-@pytest.mark.parametrize("name", ["27B-mixed4", "35B-A3B-mixed4"])
+@pytest.mark.parametrize("name", ["4B-mixed4", "27B-mixed4", "35B-A3B-mixed4"])
 def test_mixed4_has_its_head_in_8_bits_by_row_on_a_gpu(name: str) -> None:
     """Its config is what `agentspec quantize --to mixed4` writes. A rank's part has its rows."""
     config = CONFIGS[name]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
+from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantised import compressed_tensors
 from agentspec.models.quantised.schemes import beside
 from agentspec.models.quantization import (
@@ -26,6 +27,7 @@ from agentspec.models.quantization import (
     canonical_name,
     is_convertible,
 )
+from agentspec.models.tensors import HEAD
 
 INT4_GROUPS = (128, 32)
 """Columns that share a scale of int4: the first of these that divides a matrix. Other engines have kernels for both."""
@@ -34,7 +36,6 @@ _FFN = re.compile(r"model\.layers\.\d+\.mlp\.(shared_expert\.|experts\.\d+\.)?(g
 _MIXER = re.compile(
     r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj))\.weight"
 )
-_HEAD = re.compile(r"lm_head\.weight")
 _MTP = r"re:mtp\..*"
 _PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
 
@@ -176,6 +177,11 @@ class Recipe:
         """Whether a source that is stored so can be quantised."""
         return quantization is None or (quantization.is_official and not self.is_official)
 
+    def keeps_tied(self, config: TextConfig) -> bool:
+        """Whether embedding and head are one matrix in the result. If the recipe quantises heads, a tied one becomes a
+        matrix of its own: a step reads all of it, but of the embedding, which keeps its precision, a few rows."""
+        return config.tied and self.form(HEAD, config.hidden_size) is None
+
     def splits(self, name: str) -> tuple[str, ...]:
         """The projections of each expert that are tensors of their own in the result, for a stack; none where it stays
         a stack, and for other tensors. name: in the file."""
@@ -199,7 +205,7 @@ RECIPES: dict[str, Recipe] = {
             (_FFN.fullmatch, _int4),
             (_MIXER.fullmatch, lambda _: Fp8("block")),
             # In 4 bits the head would change the choice between near ties. By row, as other engines read a head.
-            (_HEAD.fullmatch, lambda _: Fp8("channel")),
+            (lambda name: name == HEAD, lambda _: Fp8("channel")),
         )
     ),
 }
