@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentspec.kernels import reference
+from agentspec.kernels.triton import page_expansion
 from agentspec.runtime.prefill_tables import PrefillSizes
 from agentspec.types import ZERO_ROW
 from tests.fakes.compare import relative_error
@@ -84,9 +85,22 @@ def test_attention_matches_reference(shape: str, spans: str, cuda: torch.device)
     check_attention(Case(**SHAPES[shape], **SPANS[spans], seed=len(spans)), cuda)
 
 
-@pytest.mark.parametrize("shape", ["4B", "27B"])
+@pytest.mark.parametrize("shape", ["4B", "27B", "27B, FP8 pages"])
 def test_attention_of_longest_appends_matches_reference(shape: str, cuda: torch.device) -> None:
     check_attention(Case(**SHAPES[shape], spans=((50_048, 800),), seed=1), cuda)
+
+
+@pytest.mark.parametrize("spans", ["an append, filled up", "many of all lengths"])
+def test_pages_written_out_before_give_the_same_bits(
+    spans: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(**SHAPES["27B, FP8 pages"], **SPANS[spans], seed=3)
+    num_tokens = sum(count for _, count in case.spans)
+    inputs = attention_checks.inputs_of(case)
+    written = attention_checks.run(inputs.to(cuda))[:num_tokens]
+    monkeypatch.setattr(page_expansion, "MOST_BYTES", 0)
+    decoded = attention_checks.run(inputs.to(cuda))[:num_tokens]
+    assert torch.equal(written, decoded)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -2,14 +2,14 @@
 See backend.Backend.
 
 There are three launches. The first applies norm and RoPE: keys and values go to their pages, queries to a tensor; one
-more program builds the work list of the second launch. The second attends. A *tile* is BLOCK_M query rows of one span
-that read the same key/value head: row r is query head g * SHARES + r % SHARES of token r // SHARES, so that keys and
-values are loaded once for all heads that share them. A *unit* of work is one tile and one page of keys. The units of
-all tiles form one list, the *line*, and a fixed number of programs, one per multiprocessor, take shares of equal cost:
-long prompts, short prompts and appends to long contexts all fill the machine. A tile within one share is written out
-at once; a tile that is split over shares leaves a *partial* for each of its programs: for each row the largest score,
-the sum of the exponentials relative to it, and the values weighted by them. The third launch adds up the partials of
-every split tile, in order, and applies the gate.
+more program builds the work list of the second launch. The second attends. (Over pages in FP8, page_expansion.py has
+another between them.) A *tile* is BLOCK_M query rows of one span that read the same key/value head: row r is query head
+g * SHARES + r % SHARES of token r // SHARES, so that keys and values are loaded once for all heads that share them. A
+*unit* of work is one tile and one page of keys. The units of all tiles form one list, the *line*, and a fixed number of
+programs, one per multiprocessor, take shares of equal cost: long prompts, short prompts and appends to long contexts
+all fill the machine. A tile within one share is written out at once; a tile that is split over shares leaves a
+*partial* for each of its programs: for each row the largest score, the sum of the exponentials relative to it, and the
+values weighted by them. The third launch adds up the partials of every split tile, in order, and applies the gate.
 
 The keys of a long context are many times the size of L2, and every tile needs them all. They are read from memory
 once, instead of once per tile, only if programs read the same page at about the same time. So the order of the line
@@ -38,11 +38,13 @@ from torch import Tensor
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton import page_expansion
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
+from agentspec.kernels.triton.page_expansion import place_spans
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 from agentspec.kernels.triton.prefill_line import (
     NOT_SPECIALIZED,
@@ -136,6 +138,9 @@ def attention_prefill(
     most_tiles = num_kv_heads * (triton.cdiv(num_tokens * shapes["SHARES"], plan.block_rows) + batch.spans_UF.shape[0])
     queries_NQD = torch.empty(num_tokens, num_heads, head_dim, dtype=projected_NP.dtype, device=device)
     line_4I = torch.empty(4, most_tiles + 1, dtype=torch.int32, device=device)
+    expansion = None
+    if plan.is_hopper and exponent_P2GS is not None:
+        expansion = page_expansion.expansion_for(kv_P2SGD, batch, projected_NP.dtype, shapes["SHARES"], plan.block_rows)
     _prepare(
         projected_NP,
         projected_NP[:, 2 * num_heads * head_dim :],
@@ -146,6 +151,7 @@ def attention_prefill(
         batch,
         queries_NQD,
         line_4I,
+        expansion,
         shapes,
         num_programs,
     )
@@ -157,14 +163,15 @@ def attention_prefill(
     block_dims = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    pool = as_bytes(kv_P2SGD, exponent_P2GS)
-    if not plan.is_hopper:
+    pools: tuple[object, ...] = as_bytes(kv_P2SGD, exponent_P2GS), exponent_P2GS
+    if plan.is_hopper:
+        pools = _described(kv_P2SGD, exponent_P2GS, expansion, batch, num_programs)
+    else:
         sizes |= {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
     (hopper.attend if plan.is_hopper else _attend)[(num_programs,)](
         queries_NQD,
         *arguments,
-        hopper.descriptor(pool) if plan.is_hopper else pool,
-        exponent_P2GS,
+        *pools,
         batch.page_table_UP,
         batch.page_table_UP.shape[1],
         *layout,
@@ -178,6 +185,21 @@ def attention_prefill(
     partials = sums_CMD, scores_2CM, *arguments, *layout, out_NX
     _combine_partials(partials, num_programs, plan.block_rows, block_dims, shapes)
     return out_NX
+
+
+def _described(
+    kv_P2SGD: Tensor,
+    exponent_P2GS: Tensor | None,
+    expansion: page_expansion.Expansion | None,
+    batch: PrefillBatch,
+    num_programs: int,
+) -> tuple[object, ...]:
+    """The pools as hopper.attend takes them; the scratch pool is filled."""
+    pool = as_bytes(kv_P2SGD, exponent_P2GS)
+    if expansion is None or exponent_P2GS is None:
+        return hopper.descriptor(pool), exponent_P2GS, None, None, None
+    page_expansion.expand(expansion, pool, exponent_P2GS, batch, num_programs)
+    return hopper.descriptor(pool), exponent_P2GS, hopper.descriptor(expansion.pool_E2SGD), *expansion[1:]
 
 
 def _combine_partials(
@@ -215,7 +237,9 @@ def store_keys_values(
         "PAGE": kv_P2SGD.shape[2],
     }
     pool = kv_P2SGD, exponent_P2GS
-    _prepare(projected_NK, projected_NK, weights, rope, *pool, batch, projected_NK, batch.page_table_UP, shapes, 0)
+    _prepare(
+        projected_NK, projected_NK, weights, rope, *pool, batch, projected_NK, batch.page_table_UP, None, shapes, 0
+    )
 
 
 def _prepare(
@@ -228,6 +252,7 @@ def _prepare(
     batch: PrefillBatch,
     queries_NQD: Tensor,
     line_4I: Tensor,
+    expansion: page_expansion.Expansion | None,
     shapes: dict[str, int],
     num_programs: int,
 ) -> None:
@@ -258,6 +283,7 @@ def _prepare(
         line_4I,
         line_4I.shape[1] - 1,
         num_programs,
+        *((None, 0) if expansion is None else (expansion.first_U, len(expansion.pool_E2SGD))),
         A=rope.cos_LA.shape[1],
         BLOCK_N=_BLOCK_N,
         **line_blocks(batch.spans_UF.shape[0]),
@@ -286,47 +312,22 @@ def _machine(device: torch.device) -> tuple[int, bool]:
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _norm_and_store(  # type: ignore[no-untyped-def]
-    projected_NP,
-    keys_values_NK,
-    num_tokens,
-    row_stride,
-    q_norm_D,
-    q_eps,
-    k_norm_D,
-    k_eps,
-    cos_LA,
-    sin_LA,
-    kv_P2SGD,
-    exponent_P2GS,
-    position_N,
-    spans_UF,
-    num_spans,
-    page_table_UP,
-    num_pages,
-    queries_NQD,
-    line_4I,
-    most_tiles,
-    num_programs,
-    G: tl.constexpr,
-    SHARES: tl.constexpr,
-    D: tl.constexpr,
-    A: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program 0 builds the line; program 1 + i * heads + h processes head h of the i-th BLOCK_N tokens: query heads,
-    then key heads and their values."""
+    projected_NP, keys_values_NK, num_tokens, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD,
+    exponent_P2GS, position_N, spans_UF, num_spans, page_table_UP, num_pages, queries_NQD, line_4I, most_tiles,
+    num_programs, first_U, capacity, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, A: tl.constexpr, PAGE:
+    tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D:
+    tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program 0 builds the line, and finds spans their place in the scratch pool (first_U None: there is none); program
+    1 + i * heads + h processes head h of the i-th BLOCK_N tokens: query heads, then key heads and their values."""
     release_next(PDL)
     await_previous(PDL)
     heads: tl.constexpr = G * (SHARES + 1)
     if tl.program_id(0) == 0:
         if SHARES > 0:
             lay_out(spans_UF, num_spans, line_4I, most_tiles, num_programs, G, SHARES, PAGE, BLOCK_M, BLOCK_U, BLOCK_I)
+        if first_U is not None:
+            place_spans(spans_UF, num_spans, first_U, capacity, SHARES, PAGE, BLOCK_M, BLOCK_U)
     else:
         first = ((tl.program_id(0) - 1) // heads).to(tl.int64) * BLOCK_N
         h = (tl.program_id(0) - 1) % heads

@@ -6,9 +6,10 @@ three. Here every wait and copy is explicit. While a program processes page j, T
 the values of page j. The matrix units add the values of page j - 1 while the threads compute the weights of page j,
 and compute the scores of page j while the output is rescaled.
 
-Pages in FP8 are copied to a staging buffer for keys and one for values, and all threads decode them from there to the
-buffers that the matrix units read, while these work: the keys of page j + 1 and the values of page j. Every number is
-exact, so how a page was decoded changes no bit.
+Pages in FP8 that page_expansion.py has written out are read from its scratch pool. Others are copied to a staging
+buffer for keys and one for values, and all threads decode them from there to the buffers that the matrix units read,
+while these work: the keys of page j + 1 and the values of page j. Every number is exact, so how a page was decoded
+changes no bit.
 
 Knows nothing of where tiles come from: see prefill_attention.py, also for terms and shape letters.
 """
@@ -264,9 +265,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     queries,
     query_position_M,
     keys,
-    keys_ready,
     values_,
-    values_ready,
     pool,
     column,
     run,
@@ -274,6 +273,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     length,
     scale,
     staged,
+    staged_ready,
     exponents,
     scores_layout: gl.constexpr,
     values_layout: gl.constexpr,
@@ -282,12 +282,12 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     D: gl.constexpr,
     G: gl.constexpr,
 ):
-    """`_attend_run` over pages in FP8. staged: buffers of one page's codes of keys, and of values, each with one
-    barrier. exponents: of the head, in page 0."""
+    """`_attend_run` over pages in FP8. staged: buffers of one page's codes of keys, and of values. staged_ready: their
+    barriers. turn: pages that have passed through them. exponents: of the head, in page 0."""
     pages, first_page, num_pages, num_full, turned = run
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     staged_keys, staged_values = staged.index(0), staged.index(1)
-    keys_here, values_here = keys_ready.index(0), values_ready.index(0)
+    keys_here, values_here = staged_ready.index(0), staged_ready.index(1)
     page = _page_at(pages, 0, num_pages, num_full, turned)
     next_page = _page_at(pages, 1, num_pages, num_full, turned)
     # As in `_attend_run`: queries are visible to the matrix units, and the last tile's buffers have no readers.
@@ -340,19 +340,52 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _init_barriers(keys_ready, values_ready):  # type: ignore[no-untyped-def]
+def _attend_either(  # type: ignore[no-untyped-def]
+    queries, query_position_M, keys, keys_ready, values_, values_ready, pool, scratch, column, page_E, first_U, u, run,
+    turn, staged_turn, length, scale, staged, staged_ready, exponents, scores_layout: gl.constexpr,
+    values_layout: gl.constexpr, BLOCK_M: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, G: gl.constexpr
+):  # fmt: skip
+    """`_attend_run` over span u's pages in FP8, which may have been written out. Also return the turns after it."""
+    coded = (queries, query_position_M, keys, values_, pool, column, run, staged_turn, length, scale)
+    codes = (staged, staged_ready, exponents)
+    _pages, first_page, num_pages, num_full, turned = run
+    if first_U is None:
+        largest, exponentials, values = _attend_run_fp8(
+            *coded, *codes, scores_layout, values_layout, BLOCK_M, PAGE, D, G
+        )
+        staged_turn += num_pages
+    else:
+        first = gl.load(first_U + u)
+        if first >= 0:
+            buffers = (queries, query_position_M, keys, keys_ready, values_, values_ready)
+            written = (page_E + first + first_page, first_page, num_pages, num_full, turned)
+            place = (scratch, column, written, turn, length, scale)
+            largest, exponentials, values = _attend_run(
+                *buffers, *place, scores_layout, values_layout, BLOCK_M, PAGE, D
+            )
+            turn += num_pages
+        else:
+            largest, exponentials, values = _attend_run_fp8(
+                *coded, *codes, scores_layout, values_layout, BLOCK_M, PAGE, D, G
+            )
+            staged_turn += num_pages
+    return largest, exponentials, values, turn, staged_turn
+
+
+@gluon.jit
+def _init_barriers(barriers):  # type: ignore[no-untyped-def]
     for buffer in gl.static_range(2):
-        mbarrier.init(keys_ready.index(buffer), count=1)
-        mbarrier.init(values_ready.index(buffer), count=1)
+        mbarrier.init(barriers.index(buffer), count=1)
 
 
 @gluon.jit(do_not_specialize=prefill_line.NOT_SPECIALIZED)
 def attend(  # type: ignore[no-untyped-def]
-    queries_NQD, projected_NP, row_stride, pool, exponent_P2GS, page_table_UP, num_pages, spans_UF, line_4I,
-    most_tiles, cuts_2C, scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK_M: gl.constexpr, PDL: gl.constexpr
+    queries_NQD, projected_NP, row_stride, pool, exponent_P2GS, scratch, page_E, first_U, page_table_UP, num_pages,
+    spans_UF, line_4I, most_tiles, cuts_2C, scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """prefill_attention._attend; BLOCK_M is 128, D a power of two. exponent_P2GS None: pages are in full precision."""
+    """prefill_attention._attend; BLOCK_M is 128, D a power of two. exponent_P2GS None: pages are in full precision.
+    scratch, page_E, first_U: of `page_expansion.Expansion`; None: there is none."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]
     )
@@ -366,9 +399,12 @@ def attend(  # type: ignore[no-untyped-def]
     values_ = gl.allocate_shared_memory(dtype, [2, PAGE, D], page_layout)
     keys_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    _init_barriers(keys_ready, values_ready)
+    _init_barriers(keys_ready)
+    _init_barriers(values_ready)
     if exponent_P2GS is not None:
         staged = gl.allocate_shared_memory(gl.uint8, [2, PAGE, D], pool.layout)
+        staged_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        _init_barriers(staged_ready)
     _release_next(PDL)
     _await_previous(PDL)
     program = gl.program_id(0)
@@ -377,8 +413,9 @@ def attend(  # type: ignore[no-untyped-def]
     gl.store(cuts_2C + program, first_tile)
     gl.store(cuts_2C + gl.num_programs(0) + program, begin)
     if begin < end:
-        # Number of pages that have passed through the buffers.
+        # Numbers of pages that have passed through the buffers, and through the staging buffers.
         turn = program * 0
+        staged_turn = program * 0
         for tile_turn in range(num_tiles):
             i = first_tile + (tile_turn + 1) % num_tiles
             tile_begin = gl.load(line_4I + i)
@@ -398,18 +435,20 @@ def attend(  # type: ignore[no-untyped-def]
             turned = gl.where(shift < num_full, shift, 0)
             pages = (page_table_UP + u.to(gl.int64) * num_pages + first_page, first_page, run, num_full, turned)
             row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
-            buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, g * D)
-            place = (pages, turn, start + count, scale)
+            buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready)
+            ends = (start + count, scale)
             if exponent_P2GS is None:
                 largest, exponentials, values = _attend_run(
-                    *buffers, *place, scores_layout, values_layout, BLOCK_M, PAGE, D
+                    *buffers, pool, g * D, pages, turn, *ends, scores_layout, values_layout, BLOCK_M, PAGE, D
                 )
+                turn += run
             else:
-                fp8 = (staged, exponent_P2GS + g * PAGE)
-                largest, exponentials, values = _attend_run_fp8(
-                    *buffers, *place, *fp8, scores_layout, values_layout, BLOCK_M, PAGE, D, G
+                coded = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, scratch, g * D)
+                place = (page_E, first_U, u, pages, turn, staged_turn)
+                codes = (staged, staged_ready, exponent_P2GS + g * PAGE)
+                largest, exponentials, values, turn, staged_turn = _attend_either(
+                    *coded, *place, *ends, *codes, scores_layout, values_layout, BLOCK_M, PAGE, D, G
                 )
-            turn += run
             if run == tile_end - tile_begin:
                 values = _rescaled(values, 1.0 / exponentials, values_layout)
                 gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, START
 
-NOT_SPECIALIZED = ("num_tokens", "num_spans", "num_pages", "most_tiles", "num_programs")
+NOT_SPECIALIZED = ("num_tokens", "num_spans", "num_pages", "most_tiles", "num_programs", "capacity")
 """Arguments that change from call to call: kernels are not recompiled for values that happen to be multiples of 16."""
 SEARCH = tl.constexpr(1024)
 """Places of the line that a program searches at once for its share."""

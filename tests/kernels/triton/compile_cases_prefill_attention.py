@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from agentspec.kernels.triton import prefill_attention, prefill_attention_hopper
+from agentspec.kernels.triton import page_expansion, prefill_attention, prefill_attention_hopper
 from agentspec.kernels.triton.attention import dot_precision
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
 
 _PAGE = 64
+_ELEMENTS = {"u8": gl.uint8, "bf16": gl.bfloat16}
 _LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "cuts_2C": "*i32"}
 
 
@@ -28,6 +29,7 @@ def _prepare(
     fp8: bool,
 ) -> CompileCase:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
+    expands = fp8 and target == HOPPER
     return CompileCase(
         name=f"norm_and_store {model} U={num_spans}{' FP8 pages' if fp8 else ''}",
         kernel=prefill_attention._norm_and_store,
@@ -54,7 +56,8 @@ def _prepare(
             "most_tiles": "i32",
             "num_programs": "i32",
         }
-        | ({"exponent_P2GS": "*i8"} if fp8 else {}),
+        | ({"exponent_P2GS": "*i8"} if fp8 else {})
+        | ({"first_U": "*i32", "capacity": "i32"} if expands else {}),
         constexprs={
             "G": heads[1],
             "SHARES": heads[0] // heads[1],
@@ -66,10 +69,38 @@ def _prepare(
             "BLOCK_D": head_dim,
         }
         | ({} if fp8 else {"exponent_P2GS": None})
+        | ({} if expands else {"first_U": None, "capacity": 0})
         | prefill_attention.line_blocks(num_spans),
         num_warps=4,
         multiples_of_16=("row_stride",),
         instructions=("ld.global.v4",),
+    )
+
+
+def _descriptor(head_dim: int, element: str) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], _ELEMENTS[element])
+    return f"tensordesc<{element}[{_PAGE},{head_dim}],{layout!r}>"
+
+
+def _expand(model: str, num_kv_heads: int, head_dim: int) -> CompileCase:
+    return CompileCase(
+        name=f"expand_pages {model}",
+        kernel=page_expansion._expand,
+        targets=(HOPPER,),
+        signature={
+            "pool_E2SGD": "*bf16",
+            "page_E": "*i32",
+            "first_U": "*i32",
+            "kv_P2SGD": "*u8",
+            "exponent_P2GS": "*i8",
+            "page_table_UP": "*i32",
+            "spans_UF": "*i64",
+            "num_spans": "i32",
+            "num_pages": "i32",
+        },
+        constexprs={"G": num_kv_heads, "D": head_dim, "PAGE": _PAGE, "ROWS": page_expansion._ROWS, "BLOCK_U": 64},
+        num_warps=4,
+        instructions=("ld.global.v4", "st.global.v4"),
     )
 
 
@@ -83,24 +114,28 @@ def _cases(
     target: int = HOPPER,
     *,
     fp8: bool = False,
+    expands: bool = False,
 ) -> Iterator[CompileCase]:
+    """expands: pages in FP8 are written out before (page_expansion.py)."""
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     plan = prefill_attention.attend_plan(
         dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target), fp8=fp8
     )
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
-    element = ("u8", gl.uint8) if fp8 else ("bf16", gl.bfloat16)
-    pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], element[1])
     options: dict[str, int | str | None] = {} if fp8 else {"exponent_P2GS": None}
     if plan.is_hopper:
-        pool = {"pool": f"tensordesc<{element[0]}[{_PAGE},{head_dim}],{pool_layout!r}>"}
+        pool = {"pool": _descriptor(head_dim, "u8" if fp8 else "bf16")}
+        if expands:
+            pool |= {"scratch": _descriptor(head_dim, "bf16"), "page_E": "*i32", "first_U": "*i32"}
+        else:
+            options |= {"scratch": None, "page_E": None, "first_U": None}
     else:
         pool = {"kv_P2SGD": "*u8" if fp8 else activations}
         options |= {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
     pool |= {"exponent_P2GS": "*i8"} if fp8 else {}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target, fp8=fp8)
     yield CompileCase(
-        name=f"attend_prompt {model}{' FP8 pages' if fp8 else ''}",
+        name=f"attend_prompt {model}{' FP8 pages' if fp8 else ''}{', written out' if expands else ''}",
         kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
         targets=(target,),
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
@@ -113,7 +148,7 @@ def _cases(
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
         # A few words, outside of the loop over pages.
-        stack_bytes=128 if plan.is_hopper else 0,
+        stack_bytes=(192 if expands else 128) if plan.is_hopper else 0,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
     yield CompileCase(
@@ -131,6 +166,8 @@ def _cases(
 
 
 CASES = [
+    _expand("27B", 4, 256),
+    list(_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64, fp8=True, expands=True))[1],
     *list(_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64, fp8=True))[:2],
     *(
         case

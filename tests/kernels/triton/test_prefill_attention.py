@@ -235,6 +235,14 @@ HOPPER_CASES = {
     "ends with a page": Case(spans=((90, 6), (32, 16)), num_heads=4, num_kv_heads=2, seed=25),
 }
 HOPPER_CASES |= {f"FP8, {name}": replace(case, fp8=True) for name, case in HOPPER_CASES.items()}
+HOPPER_CASES["FP8, spans with and without a place in the scratch pool"] = Case(
+    spans=((70, 20), (0, 5), (100, 30), (3, 17), (40, 16)),
+    num_heads=3,
+    num_kv_heads=1,
+    padding=(4, 2),
+    fp8=True,
+    seed=26,
+)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernel itself runs")
