@@ -72,8 +72,12 @@ _MEASURED = {
     (5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=1, warps=2, shares=1, split=12),
     (18432, 2560): FourBitPlan(block_o=32, block_m=8, ahead=2, shares=2, far=4),
 }
-"""By (O, K): integers and up to 8 tokens, where this is more than some 5 % faster than what the rule says. Measured on
-an H100 with `python -m benchmarks.four_bit`."""
+_MEASURED_E2M1 = {
+    (34816, 5120): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1),
+    (5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, split=8),
+}
+"""By (O, K): integers, and e2m1, of up to 8 tokens, where this is more than some 4 % faster than what the rule says.
+Measured on an H100 with `python -m benchmarks.four_bit --sweep`."""
 
 
 _HOPPER_TOKENS = 17
@@ -111,8 +115,8 @@ def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -
     """num_outputs: of gate and up together. Of more tokens than the widest block has, several programs read the same
     weights."""
     block_m = next((size for size in _BLOCK_M if size >= num_tokens), _BLOCK_M[-1])
-    measured = _MEASURED.get((num_outputs, depth))
-    if measured is not None and block_m == 8 and not is_float:
+    measured = (_MEASURED_E2M1 if is_float else _MEASURED).get((num_outputs, depth))
+    if measured is not None and block_m == 8:
         return measured
     block_o = 16 if block_m == 8 or num_outputs % 32 else 32
     groups = depth // TILE_COLUMNS
