@@ -324,6 +324,8 @@ class ModelSpec:
     """Size of a state row over all layers: recurrent state, conv rows and the hidden column."""
     page_bytes: int
     """Size of a KV page over all attention layers and the MTP layer."""
+    fp8_pages: bool = False
+    """Keys and values are in 8 bits."""
     entry_bytes: int = 0
     """Size of one token's entry in a slot's ring, over all layers. 0: the model can't use rings."""
     block_tokens: int = BLOCK_TOKENS

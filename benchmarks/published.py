@@ -269,6 +269,7 @@ def spec_of(
         stop_token_ids=(),
         row_bytes=row_bytes(forms),
         page_bytes=page_bytes(forms),
+        fp8_pages=fp8_pages,
         entry_bytes=entry_bytes(forms),
     )
 

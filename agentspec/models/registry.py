@@ -113,5 +113,6 @@ def model_spec(
         stop_token_ids=vocabulary.stop_token_ids(path, config),
         row_bytes=row_bytes(forms),
         page_bytes=page_bytes(forms),
+        fp8_pages=fp8_pages,
         entry_bytes=entry_bytes(forms),
     )

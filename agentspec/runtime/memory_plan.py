@@ -21,6 +21,8 @@ TOKENS_PER_CHECKPOINT = 8192
 """KV tokens per checkpoint row, beyond one row per running request. A session keeps about two checkpoints, beside a few
 thousand tokens in a short chat and tens of thousands in a long tool loop. Too few pages cost the most: long sessions
 then evict each other's whole paths. With too few rows, states that future sessions would share go first."""
+_TOKENS_PER_CHECKPOINT_FP8 = 16384
+"""The same where keys and values are in 8 bits: the same memory has as many rows, and twice the tokens."""
 
 _LEAST_HOST_PAGES = 16
 """Host memory that can't hold a path of 1,024 tokens is useless."""
@@ -168,7 +170,8 @@ def plan_host_memory(spec: ModelSpec, host_bytes: int) -> HostMemory | None:
 
 def _pages_of(spec: ModelSpec, memory_bytes: int) -> int:
     """Pages that `memory_bytes` buys, leaving the rest for checkpoint rows."""
-    pages_bytes = TOKENS_PER_CHECKPOINT // spec.block_tokens * spec.page_bytes
+    tokens = _TOKENS_PER_CHECKPOINT_FP8 if spec.fp8_pages else TOKENS_PER_CHECKPOINT
+    pages_bytes = tokens // spec.block_tokens * spec.page_bytes
     return memory_bytes * pages_bytes // (pages_bytes + spec.row_bytes) // spec.page_bytes
 
 

@@ -33,12 +33,13 @@ def test_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max_d
     assert 0 < plan.max_length <= SPEC.max_context
 
 
+@pytest.mark.parametrize(("fp8_pages", "tokens"), [(False, 8192), (True, 16_384)])
 @pytest.mark.parametrize("row_bytes", [200_000, 1_000_000, 5_000_000])
-def test_each_checkpoint_row_gets_8192_tokens(row_bytes: int) -> None:
-    spec = replace(SPEC, row_bytes=row_bytes, max_context=2**18)
+def test_each_checkpoint_row_gets_its_tokens(row_bytes: int, fp8_pages: bool, tokens: int) -> None:
+    spec = replace(SPEC, row_bytes=row_bytes, max_context=2**18, fp8_pages=fp8_pages)
     plan = plan_memory(spec, memory_bytes=600_000_000, max_running=2, max_draft_tokens=3)
     checkpoint_rows = plan.num_rows - 2 - 2 * 6 - 2
-    assert plan.num_pages // 128 <= checkpoint_rows <= plan.num_pages // 128 + 1
+    assert plan.num_pages * 64 // tokens <= checkpoint_rows <= plan.num_pages * 64 // tokens + 1
 
 
 def test_longest_sequence_fits_with_its_last_windows() -> None:
