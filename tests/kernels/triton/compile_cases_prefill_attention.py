@@ -147,7 +147,7 @@ def _cases(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
-        # A few words, outside of the loops over pages.
+        # A few words: none of them in the loop over whole pages that were written out, or are in full precision.
         stack_bytes=(256 if expands else 128) if plan.is_hopper else 0,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
