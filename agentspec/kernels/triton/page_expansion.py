@@ -54,9 +54,12 @@ def expansion_for(
     if len(batch.token_ids_N) * shares <= (_LEAST_TILES.value - 1) * block_rows:
         return None
     most = max(1, MOST_BYTES // (kv_P2SGD[0].numel() * dtype.itemsize))
-    pool_E2SGD = kv_P2SGD.new_empty(min(most, num_spans * num_pages), *kv_P2SGD.shape[1:], dtype=dtype)
-    pages, firsts = (kv_P2SGD.new_empty(size, dtype=torch.int32) for size in (len(pool_E2SGD), num_spans + 1))
-    return Expansion(pool_E2SGD, pages, firsts)
+    num_scratch, device = min(most, num_spans * num_pages), kv_P2SGD.device
+    return Expansion(
+        pool_E2SGD=torch.empty(num_scratch, *kv_P2SGD.shape[1:], dtype=dtype, device=device),
+        page_E=torch.empty(num_scratch, dtype=torch.int32, device=device),
+        first_U=torch.empty(num_spans + 1, dtype=torch.int32, device=device),
+    )
 
 
 def expand(

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import page_expansion, prefill_attention, prefill_attention_hopper
 from agentspec.kernels.triton.attention import dot_precision
-from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
+from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
 _PAGE = 64
 _ELEMENTS = {"u8": gl.uint8, "bf16": gl.bfloat16}
@@ -86,7 +86,7 @@ def _expand(model: str, num_kv_heads: int, head_dim: int) -> CompileCase:
     return CompileCase(
         name=f"expand_pages {model}",
         kernel=page_expansion._expand,
-        targets=(HOPPER,),
+        targets=EVERYWHERE,
         signature={
             "pool_E2SGD": "*bf16",
             "page_E": "*i32",
