@@ -22,6 +22,7 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.triton.fp8_pages import decoded, multipliers
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, START
+from agentspec.kernels.triton.prefill_line import NOT_SPECIALIZED
 
 MOST_BYTES = 2**29
 """Of the scratch pool: 131,072 tokens with four key/value heads of 256."""
@@ -31,7 +32,6 @@ it for a tile 1.4."""
 _ROWS = 32
 """Heads that a program decodes at once."""
 _PROGRAMS_PER_SM = 8
-NOT_SPECIALIZED = ("num_spans", "num_pages")
 
 
 class Expansion(NamedTuple):

@@ -44,7 +44,6 @@ from agentspec.kernels.triton.attention import dot_precision, norm_rope
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
-from agentspec.kernels.triton.page_expansion import place_spans
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 from agentspec.kernels.triton.prefill_line import (
     NOT_SPECIALIZED,
@@ -314,9 +313,9 @@ def _machine(device: torch.device) -> tuple[int, bool]:
 def _norm_and_store(  # type: ignore[no-untyped-def]
     projected_NP, keys_values_NK, num_tokens, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD,
     exponent_P2GS, position_N, spans_UF, num_spans, page_table_UP, num_pages, queries_NQD, line_4I, most_tiles,
-    num_programs, first_U, capacity, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, A: tl.constexpr, PAGE:
-    tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D:
-    tl.constexpr, PDL: tl.constexpr
+    num_programs, first_U, capacity, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr, A: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Program 0 builds the line, and finds spans their place in the scratch pool (first_U None: there is none); program
     1 + i * heads + h processes head h of the i-th BLOCK_N tokens: query heads, then key heads and their values."""
@@ -327,7 +326,7 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
         if SHARES > 0:
             lay_out(spans_UF, num_spans, line_4I, most_tiles, num_programs, G, SHARES, PAGE, BLOCK_M, BLOCK_U, BLOCK_I)
         if first_U is not None:
-            place_spans(spans_UF, num_spans, first_U, capacity, SHARES, PAGE, BLOCK_M, BLOCK_U)
+            page_expansion.place_spans(spans_UF, num_spans, first_U, capacity, SHARES, PAGE, BLOCK_M, BLOCK_U)
     else:
         first = ((tl.program_id(0) - 1) // heads).to(tl.int64) * BLOCK_N
         h = (tl.program_id(0) - 1) % heads
