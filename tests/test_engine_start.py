@@ -8,6 +8,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ def output_of(code: str) -> str:
     return done.stdout
 
 
-async def tokens_of_a_start() -> list[int]:
+async def tokens_of_a_start(config: EngineConfig = CONFIG) -> list[int]:
     sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     found: list[int] = []
-    async with await RemoteEngine.start(CONFIG) as engine:
+    async with await RemoteEngine.start(config) as engine:
         async for event in engine.stream(Submit(request_id="a", prompt_ids=[5, 6, 7], sampling=sampling)):
             if isinstance(event, TokensEvent):
                 found.extend(event.token_ids)
@@ -48,6 +49,11 @@ import torch._meta_registrations, torch.distributed._meta_registrations
 print(torch._meta_registrations.meta_index_Tensor.__name__, torch.distributed._meta_registrations.__file__ is not None)
 """)
     assert said.splitlines() == ["False False False", "meta_index_Tensor True"]
+
+
+def test_an_engine_of_random_weights_starts() -> None:
+    """torch 2.13 makes a deferred module a part of its generators of random numbers."""
+    assert len(asyncio.run(tokens_of_a_start(replace(CONFIG, random_weights=True)))) == 6
 
 
 def test_torch_that_is_imported_already_stays_as_it_is() -> None:

@@ -268,36 +268,28 @@ def random_parameters(
     on one device type, whatever the number of ranks: each parameter is made whole and then cut.
 
     Quantised parameters have the form of `empty_parameter`."""
+    # From 2.13 on, torch completes its generators in a module that the engine's process left out (engine/start.py).
+    from torch._prims import rng_prims  # noqa: F401
+
     generator = torch.Generator(device).manual_seed(seed)
-    schemes = quantized_schemes(config)
-    found = {}
-    for name, parameter in parameter_forms(config, rank.count).items():
-        scheme = schemes.get(name)
-        weight = empty_parameter(name, parameter, scheme, device=device, dtype=dtype)
-        if scheme is not None:
-            _fill_quantized(scheme, weight, generator)
+    schemes, forms = quantized_schemes(config), parameter_forms(config, rank.count)
+
+    def empty(name: str, rank: Rank) -> kernels.Weight:
+        return empty_parameter(name, forms[name], schemes.get(name), device=device, dtype=dtype, rank=rank)
+
+    # All at first: memory that filling takes would else be left in pieces between them, too small for state.
+    found = {name: empty(name, rank) for name in forms}
+    for name, parameter in forms.items():
+        is_cut = parameter.shard is not None and rank.count > 1
+        whole = empty(name, SINGLE_RANK) if is_cut else found[name]
+        if name in schemes:
+            _fill_quantized(schemes[name], whole, generator)
         else:
-            _fill_plain(name, weight.tensor, generator)
-        found[name] = _cut(name, parameter, scheme, weight, dtype=dtype, rank=rank)
+            _fill_plain(name, whole.tensor, generator)
+        if is_cut:
+            for region, taken in split_region(name, (), parameter.shard, rank):
+                found[name].fill(region, whole, taken)
     return found
-
-
-def _cut(
-    name: str,
-    parameter: Parameter,
-    scheme: Scheme | None,
-    whole: kernels.Weight,
-    *,
-    dtype: torch.dtype,
-    rank: Rank,
-) -> kernels.Weight:
-    """A rank's part of a parameter, which is the parameter itself where the rank holds all of it."""
-    if parameter.shard is None or rank.count == 1:
-        return whole
-    part = empty_parameter(name, parameter, scheme, device=whole.device, dtype=dtype, rank=rank)
-    for region, taken in split_region(name, (), parameter.shard, rank):
-        part.fill(region, whole, taken)
-    return part
 
 
 def empty_parameter(
