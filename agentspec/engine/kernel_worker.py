@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +25,30 @@ from agentspec.runtime.kernels_ahead import KernelJob, KernelReport, Stage
 
 LISTING = "listing kernels"
 COMPILING = "compiling kernels"
+
+
+_DYNAMO = "torch._dynamo"
+
+
+class _Dynamo(ModuleType):
+    """Stands for torch's compiler. The first operator on tensors without memory imports it, 1 to 7 s, only to mark
+    functions as not for it; here nothing is for it. Whoever wants anything else gets the real one."""
+
+    @staticmethod
+    def disable(function: Callable[..., Any], _recursive: bool = True, **_: object) -> Callable[..., Any]:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(_DYNAMO) is self:
+            del sys.modules[_DYNAMO], torch._dynamo
+        from torch import _dynamo
+
+        return getattr(_dynamo, name)
+
+
+def stand_in_for_dynamo() -> None:
+    if _DYNAMO not in sys.modules:
+        torch._dynamo = sys.modules[_DYNAMO] = _Dynamo(_DYNAMO)
 
 
 def run(job: KernelJob, tell: Callable[[Stage | KernelReport], object]) -> None:
@@ -52,6 +78,7 @@ def main() -> None:
     lines = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)  # nothing is computed, and a fork doesn't copy threads
+    stand_in_for_dynamo()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=KernelJob)
     run(job, lambda line: os.write(lines, msgspec.json.encode(line) + b"\n"))
 
