@@ -1,5 +1,5 @@
-"""Products with 4-bit weights in tiles: that of a step's few tokens by linear_four_bit.py, that of a prompt by the
-matrix library, with weights that are expanded to the activations' dtype a piece at a time.
+"""Products with 4-bit weights in tiles: that of a step's few tokens by linear_four_bit.py, that of a short prompt by
+grouped_four_bit_hopper.py, that of a longer one by the matrix library, with weights expanded to the activations' dtype.
 
 Owns the choice, the tilings and the expansion. Shape letters: N tokens, K input features, O output features, E extra
 outputs.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS, TILE_COLUMNS, TILE_ROWS, FourBitTiles
-from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton import grouped_four_bit_hopper, linear_hopper
 from agentspec.kernels.triton.launch import (
     INTERPRETED,
     NUM_COUNTERS,
@@ -31,14 +31,13 @@ from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import Weight
 
 FEW_TOKENS = 128
-"""Most tokens that are multiplied with weights as they are decoded. Up to here two blocks of 64 tokens or four of 32,
-as measured one by one, take less than what the library needs: weights written and read again in 16 bits."""
+"""Most tokens that are multiplied as a step's. Up to here two blocks of 64 tokens or four of 32, as measured one by
+one, take less than what the library needs: weights written and read again in 16 bits."""
+_SHORT_PROMPT = 640
+"""Most tokens that Hopper's matrix units multiply with weights as they are decoded. They reach 600 TFLOPS, the library
+700, but it needs a fixed time for writing the weights. Measured on an H100 with the FFN of a 27B."""
 
 _BLOCK_M = (8, 16, 32)
-_PIECE = 45 * 2**20
-_PIECE_ROWS = 6144
-"""Most weights that are expanded at a time, 90 MiB, and most rows. A matrix with many rows is multiplied faster in more
-pieces, one with long rows in fewer."""
 _EXPANDED_TILES = 4
 """Of a program."""
 _ENOUGH_PROGRAMS = 640
@@ -135,13 +134,17 @@ def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -
     )
 
 
-def takes_step_product(weight_OK: Weight, x_NK: Tensor) -> TypeGuard[FourBitTiles]:
-    """Whether the product is `step_product`: with tiles, of few tokens, in bfloat16."""
-    is_few = len(x_NK) <= FEW_TOKENS and (INTERPRETED or x_NK.dtype == torch.bfloat16)
-    return is_few and isinstance(weight_OK, FourBitTiles)
+def takes_decoded(weight_OK: Weight, x_NK: Tensor) -> TypeGuard[FourBitTiles]:
+    """Whether the product is `decoded_product`: with tiles, of no long prompt, in bfloat16."""
+    if not isinstance(weight_OK, FourBitTiles):
+        return False
+    if len(x_NK) <= FEW_TOKENS:
+        return INTERPRETED or x_NK.dtype == torch.bfloat16
+    is_short = len(x_NK) <= _SHORT_PROMPT
+    return is_short and grouped_four_bit_hopper.is_matrix_supported(weight_OK, x_NK.dtype, x_NK.device)
 
 
-def step_product(
+def decoded_product(
     x_NK: Tensor,
     weight_OK: FourBitTiles,
     *,
@@ -149,14 +152,19 @@ def step_product(
     extra_EK: Tensor | None = None,
     is_swiglu: bool = False,
 ) -> Tensor:
-    """x W^T of few tokens, plus the residual, beside the extra outputs, or silu(gate) * up of [gate | up]. [N, O + E]
-    or [N, O / 2] in x's dtype."""
+    """x W^T with weights as they are decoded, plus the residual, beside the extra outputs, or silu(gate) * up of
+    [gate | up]. [N, O + E] or [N, O / 2] in x's dtype."""
     (num_tokens, _), (num_outputs, depth) = x_NK.shape, weight_OK.shape
     num_outputs //= 1 + is_swiglu
     num_extra = 0 if extra_EK is None else len(extra_EK)
     out = torch.empty(num_tokens, num_outputs + num_extra, dtype=x_NK.dtype, device=x_NK.device)
     if extra_EK is not None:
         torch.mm(x_NK, extra_EK.t(), out=out[:, num_outputs:])
+    if num_tokens > FEW_TOKENS:
+        prompt = grouped_four_bit_hopper.matrix_plan_for(num_tokens, weight_OK.form)
+        in_order = grouped_four_bit_hopper.operand_order(x_NK)
+        grouped_four_bit_hopper.matrix_product(prompt, in_order, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
+        return out
     hopper = None
     if linear_hopper.supports_four_bit(x_NK, weight_OK):
         num_multiprocessors = machine_of(x_NK.device).num_multiprocessors
@@ -174,7 +182,7 @@ def four_bit_logits(x_NK: Tensor, weight_VK: FourBitTiles, num_real: int) -> Ten
     (num_tokens, depth), num_rows = x_NK.shape, weight_VK.shape[0]
     out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x_NK.device)
     if not (INTERPRETED or x_NK.dtype == torch.bfloat16):
-        prompt_product(x_NK.float(), weight_VK, out)
+        torch.mm(x_NK.float(), expanded(weight_VK, torch.float32).t(), out=out)
     elif num_tokens:
         plan = plan_for(num_rows, depth, num_tokens, is_float=weight_VK.form.kind == "e2m1")
         launch_product(plan, x_NK, weight_VK, out)
@@ -232,17 +240,6 @@ def launch_product(
         num_warps=plan.warps,
         **options,
     )
-
-
-def prompt_product(x_NK: Tensor, weight_OK: FourBitTiles, out_NO: Tensor) -> None:
-    """x W^T into `out`, whose rows may be slices of wider ones. Weights are rounded to x's dtype, which may be any."""
-    num_rows, depth = weight_OK.shape
-    # In equal pieces: a small last one would not fill the device.
-    pieces = max(triton.cdiv(num_rows * depth, _PIECE), triton.cdiv(num_rows, _PIECE_ROWS))
-    size = triton.cdiv(num_rows, pieces * TILE_ROWS) * TILE_ROWS
-    for first in range(0, num_rows, size):
-        rows = slice(first, min(first + size, num_rows))
-        torch.mm(x_NK, expanded(weight_OK.cut((rows,)), x_NK.dtype).t(), out=out_NO[:, rows])
 
 
 def expanded(weight: FourBitTiles, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
 """The products of grouped_gemm.py with 4-bit experts for Hopper's matrix units, in Gluon: gate and up with SwiGLU, and
-down, one launch each.
+down, one launch each. The same for one matrix and all tokens, with the residual added to the result.
 
 A program multiplies some rows of one expert with the tokens of a tile (expert_groups). Its lanes load codes as they are
 stored and decode them in registers, from which the matrix units take them: a warp's 16 rows lie in a tile as they do in
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import triton
@@ -58,6 +59,8 @@ ROWS = _WARPS * _ROWS_OF_A_WARP
 """Of a program."""
 BLOCKS_M = (32, 64, 128)
 """Tokens that a program may have."""
+_MOST_OF_SMALL_TILES = 256
+"""Tokens of one matrix, from which tiles of 128 are faster than of 64."""
 _COLUMNS = tl.constexpr(128)
 _TWO_STEPS = 256
 """Columns."""
@@ -90,10 +93,14 @@ class PromptPlan:
 
 def is_supported(gate_up_X2IH: Weight, down_XHI: Weight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels multiply experts of these shapes with activations of this type on this device."""
-    for weight in (gate_up_X2IH, down_XHI):
-        # Triton 3.6 fails to compile a loop of a single step.
-        if not isinstance(weight, FourBitTiles) or weight.shape[1] % ROWS or weight.shape[2] < _TWO_STEPS:
-            return False
+    return all(is_matrix_supported(weight, dtype, device) for weight in (gate_up_X2IH, down_XHI))
+
+
+def is_matrix_supported(weight: Weight, dtype: torch.dtype, device: torch.device) -> TypeGuard[FourBitTiles]:
+    """The same for a weight [..., O, K]."""
+    # Triton 3.6 fails to compile a loop of a single step.
+    if not isinstance(weight, FourBitTiles) or weight.shape[-2] % ROWS or weight.shape[-1] < _TWO_STEPS:
+        return False
     return INTERPRETED or (dtype == torch.bfloat16 and _is_hopper(device))
 
 
@@ -105,9 +112,16 @@ def _is_hopper(device: torch.device) -> bool:
 def plan_for(num_pairs: int, num_experts: int, form: FourBitForm) -> PromptPlan:
     """A tile should have the mean expert's tokens."""
     usual = triton.cdiv(num_pairs, num_experts)
+    return PromptPlan(block_m=32 if usual <= 20 else 64 if usual <= 80 else _most_tokens(form), warps=_WARPS)
+
+
+def matrix_plan_for(num_tokens: int, form: FourBitForm) -> PromptPlan:
+    return PromptPlan(block_m=64 if num_tokens <= _MOST_OF_SMALL_TILES else _most_tokens(form), warps=_WARPS)
+
+
+def _most_tokens(form: FourBitForm) -> int:
     # With so many scales, 128 tokens need more registers than there are.
-    most = 64 if form.group == 32 else 128
-    return PromptPlan(block_m=32 if usual <= 20 else 64 if usual <= 80 else most, warps=_WARPS)
+    return 64 if form.group == 32 else 128
 
 
 def operand_order(x_NK: Tensor) -> Tensor:
@@ -121,7 +135,7 @@ def gate_up(plan: PromptPlan, x_NK: Tensor, weight_X2IK: FourBitTiles, groups: E
     """silu(gate x) * up x of every pair, in the order of the groups: [P, I] in operand order, as x must be."""
     width, num_pairs = weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
     h_PI = torch.empty(num_pairs, width, dtype=x_NK.dtype, device=x_NK.device)
-    _launch(plan, h_PI, x_NK, weight_X2IK, None, groups, top_k, is_swiglu=True)
+    _launch(plan, h_PI, x_NK, weight_X2IK, groups=groups, top_k=top_k, is_swiglu=True)
     return h_PI
 
 
@@ -136,8 +150,23 @@ def down(
     """weight * down h of every pair: [N, J, O] of `dtype`. h: as returned by `gate_up`; weights_NJ: float32."""
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     parts = empty_parts(groups, (*weights_NJ.shape, weight_XOI.shape[1]), dtype, h_PI.device)
-    _launch(plan, parts, h_PI, weight_XOI, weights_NJ, groups, 1, is_swiglu=False)
+    _launch(plan, parts.flatten(0, 1), h_PI, weight_XOI, weights_NJ=weights_NJ, groups=groups)
     return parts
+
+
+def matrix_product(
+    plan: PromptPlan,
+    x_NK: Tensor,
+    weight_OK: FourBitTiles,
+    out: Tensor,
+    residual_NO: Tensor | None = None,
+    *,
+    is_swiglu: bool = False,
+) -> None:
+    """x W^T, plus the residual, or silu(gate) * up of [gate | up], into the first columns of `out`. x in operand
+    order; the result in its own."""
+    assert residual_NO is None or residual_NO.is_contiguous()
+    _launch(plan, out, x_NK, weight_OK, residual_NO=residual_NO, is_swiglu=is_swiglu)
 
 
 def _launch(
@@ -145,27 +174,34 @@ def _launch(
     out: Tensor,
     x: Tensor,
     weight: FourBitTiles,
-    weights_NJ: Tensor | None,
-    groups: ExpertGroups,
-    top_k: int,
     *,
-    is_swiglu: bool,
+    residual_NO: Tensor | None = None,
+    weights_NJ: Tensor | None = None,
+    groups: ExpertGroups | None = None,
+    top_k: int = 1,
+    is_swiglu: bool = False,
 ) -> None:
-    _, num_rows, depth = weight.shape
-    assert groups.block_m == plan.block_m
+    """groups: None: of one matrix."""
+    num_tokens, (num_rows, depth) = len(x), weight.shape[-2:]
+    assert groups is None or groups.block_m == plan.block_m
     assert (num_rows % plan.rows, x.shape[1], x.stride(1)) == (0, depth, 1), f"{weight.shape} {x.shape} {plan}"
     assert weight.values.is_contiguous()
-    four_bit_prompt_kernel[(num_rows // plan.rows, groups.tiles_T4.shape[0])](
+    assert out.stride(1) == 1
+    num_tiles = triton.cdiv(num_tokens, plan.block_m) if groups is None else groups.tiles_T4.shape[0]
+    four_bit_prompt_kernel[(num_rows // plan.rows, num_tiles)](
         out,
+        out.stride(0),
         x,
         x.stride(0),
         weight.values,
         weight.scales,
         weight.zeros,
         weight.multipliers,
+        residual_NO,
         weights_NJ,
-        groups.pairs_P,
-        groups.tiles_T4,
+        None if groups is None else groups.pairs_P,
+        None if groups is None else groups.tiles_T4,
+        num_tokens,
         top_k,
         num_rows // (1 + is_swiglu),
         GROUPS=depth // _COLUMNS.value,
@@ -183,39 +219,45 @@ def _sums_layout(block_m: int, num_warps: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, block_m, 16])
 
 
-@gluon.jit(do_not_specialize=["top_k"])
+@gluon.jit(do_not_specialize=["num_tokens", "top_k"])
 def four_bit_prompt_kernel(  # type: ignore[no-untyped-def]
-    out, x, x_stride, words, scales, zeros, multipliers, weights, pairs, tiles, top_k, num_outputs,
-    GROUPS: gl.constexpr, FORMAT: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr
+    out, out_stride, x, x_stride, words, scales, zeros, multipliers, residual, weights, pairs, tiles, num_tokens, top_k,
+    num_outputs, GROUPS: gl.constexpr, FORMAT: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: as in linear_four_bit.py.
     A program has two blocks of 16 WARPS rows; of SwiGLU they are rows of gate and of up, eight in turn. weights: of
-    pairs, without SwiGLU."""
+    pairs, without SwiGLU. pairs, tiles: None: of one matrix. residual: of one matrix."""
     _await_previous(PDL)
     _release_next(PDL)
-    row = tiles + gl.program_id(1) * FIELDS
-    count = gl.load(row + COUNT)
+    first = gl.program_id(1) * BLOCK_M
+    count = gl.minimum(num_tokens - first, BLOCK_M)
+    if tiles is not None:
+        row = tiles + gl.program_id(1) * FIELDS
+        first, count = gl.load(row + FIRST), gl.load(row + COUNT)
     if count > 0:
-        expert = gl.load(row + EXPERT)
-        first = gl.load(row + FIRST)
-        num_rows = num_outputs * 2 if SWIGLU else num_outputs
-        first_tile = expert.to(gl.int64) * (num_rows // 8) * GROUPS
-        words += first_tile * _WORDS
-        scales += first_tile * scales_of(FORMAT)
-        if has_zeros(FORMAT):
-            zeros += first_tile * scales_of(FORMAT)
+        if tiles is not None:
+            expert = gl.load(row + EXPERT)
+            num_rows = num_outputs * 2 if SWIGLU else num_outputs
+            first_tile = expert.to(gl.int64) * (num_rows // 8) * GROUPS
+            words += first_tile * _WORDS
+            scales += first_tile * scales_of(FORMAT)
+            if has_zeros(FORMAT):
+                zeros += first_tile * scales_of(FORMAT)
+            if FORMAT == "e2m1":
+                multipliers += expert.to(gl.int64) * num_rows
         tile = gl.program_id(0) * 2
         sums, other_sums = _products(
             x, x_stride, words, scales, zeros, pairs, first, count, tile, top_k, num_outputs, GROUPS, FORMAT, SWIGLU,
             BLOCK_M, WARPS,
         )  # fmt: skip
-        if FORMAT == "e2m1":
-            multipliers += expert.to(gl.int64) * num_rows
-        _finish(out, sums, multipliers, weights, pairs, first, count, tile, num_outputs, FORMAT, SWIGLU, BLOCK_M, WARPS)
         _finish(
-            out, other_sums, multipliers, weights, pairs, first, count, tile + 1, num_outputs, FORMAT, SWIGLU, BLOCK_M,
-            WARPS,
+            out, out_stride, sums, multipliers, residual, weights, pairs, first, count, tile, num_outputs, FORMAT,
+            SWIGLU, BLOCK_M, WARPS,
+        )  # fmt: skip
+        _finish(
+            out, out_stride, other_sums, multipliers, residual, weights, pairs, first, count, tile + 1, num_outputs,
+            FORMAT, SWIGLU, BLOCK_M, WARPS,
         )  # fmt: skip
 
 
@@ -233,10 +275,9 @@ def _products(  # type: ignore[no-untyped-def]
     )
     # Places past the end repeat the last pair; their results are not stored.
     m = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS)), count - 1)
-    if SWIGLU:
-        m = gl.load(pairs + first + m) // top_k
-    else:
-        m = first + m
+    m += first
+    if SWIGLU and pairs is not None:
+        m = gl.load(pairs + m) // top_k
     k = gl.arange(0, _HALF, layout=gl.SliceLayout(0, ROWS))
     x_at = x + gl.expand_dims(m.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
     block = block_of_tile(tile, index_along(2 * WARPS, 1, 5, W), num_outputs, 2 * WARPS, SWIGLU)
@@ -356,10 +397,10 @@ def _operand(words, scales, offset, FORMAT: gl.constexpr, WARPS: gl.constexpr, S
 
 @gluon.jit
 def _finish(  # type: ignore[no-untyped-def]
-    out, sums, multipliers, weights, pairs, first, count, tile, num_outputs, FORMAT: gl.constexpr,
+    out, out_stride, sums, multipliers, residual, weights, pairs, first, count, tile, num_outputs, FORMAT: gl.constexpr,
     SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Store the outputs of a block of rows."""
+    """Store the outputs of a block of rows. Those of experts' gate and up in operand order."""
     ALL: gl.constexpr = 16 * WARPS
     ROWS: gl.constexpr = ALL // 2 if SWIGLU else ALL
     LAYOUT: gl.constexpr = layout_of(sums)
@@ -369,8 +410,9 @@ def _finish(  # type: ignore[no-untyped-def]
         sums *= gl.load(multipliers + at) * 256.0
     y = sums
     if SWIGLU:
-        # Column 8 t + 4 j + 2 h + e of each 32 goes to 16 j + 8 h + 2 t + e.
         y = gated(sums, ALL, BLOCK_M).to(out.dtype.element_ty)
+    if SWIGLU and pairs is not None:
+        # Column 8 t + 4 j + 2 h + e of each 32 goes to 16 j + 8 h + 2 t + e.
         y = y.reshape((ROWS // 32, 4, 2, 2, 2, BLOCK_M)).permute((5, 0, 2, 3, 1, 4)).reshape((BLOCK_M, ROWS))
     else:
         y = y.permute((1, 0))
@@ -379,8 +421,12 @@ def _finish(  # type: ignore[no-untyped-def]
     o = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
     place = first + gl.minimum(m, count - 1)
     y = gl.convert_layout(y, STORED)
-    if not SWIGLU:
+    is_real = gl.expand_dims(m < count, 1)
+    if weights is not None:
         place = gl.load(pairs + place)
-        y = (y * gl.expand_dims(gl.load(weights + place), 1)).to(out.dtype.element_ty)
-    at = gl.expand_dims(place.to(gl.int64) * num_outputs, 1) + gl.expand_dims(o, 0)
-    gl.store(out + at, y, mask=gl.expand_dims(m < count, 1))
+        y *= gl.expand_dims(gl.load(weights + place), 1)
+    place = gl.expand_dims(place.to(gl.int64), 1)
+    if residual is not None:
+        y += gl.load(residual + place * num_outputs + gl.expand_dims(o, 0), mask=is_real, other=0.0).to(gl.float32)
+    at = place * out_stride + gl.expand_dims(o, 0)
+    gl.store(out + at, y.to(out.dtype.element_ty), mask=is_real)

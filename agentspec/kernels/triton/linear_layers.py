@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton.four_bit_layers import four_bit_logits, prompt_product, step_product, takes_step_product
+from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
@@ -42,15 +42,15 @@ _CHOICE_BLOCK = 1024
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
-    if takes_step_product(weight_OH, x_NH):
-        return step_product(x_NH, weight_OH)
+    if takes_decoded(weight_OH, x_NH):
+        return decoded_product(x_NH, weight_OH)
     plan = _plan("linear", x_NH, weight_OH)
     return library_product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-    if takes_step_product(weight_OH, x_NH):
-        return step_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
+    if takes_decoded(weight_OH, x_NH):
+        return decoded_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
     plan = _plan("norm_linear", x_NH, weight_OH, extra_EH)
     return (
         library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
@@ -60,19 +60,20 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | 
 
 
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
-    if takes_step_product(weight_HO, x_NO):
-        return step_product(x_NO, weight_HO, residual_NO=residual_NH)
+    if takes_decoded(weight_HO, x_NO):
+        return decoded_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
-    if not isinstance(weight_HO, Plain):
-        return residual_NH.add_(library_product(x_NO, weight_HO))
-    return residual_NH.addmm_(x_NO, weight_HO.values.t())  # a new result would start as a copy of the residual
+    if isinstance(weight_HO, Plain | FourBitTiles):
+        # A new result would start as a copy of the residual.
+        return residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t())
+    return residual_NH.add_(library_product(x_NO, weight_HO))
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
-    if takes_step_product(gate_up_2IH, x_NH):
-        return step_product(rms_norm(x_NH, norm), gate_up_2IH, is_swiglu=True)
+    if takes_decoded(gate_up_2IH, x_NH):
+        return decoded_product(rms_norm(x_NH, norm), gate_up_2IH, is_swiglu=True)
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
     return (
         swiglu(library_product(rms_norm(x_NH, norm), gate_up_2IH))
@@ -123,21 +124,23 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None =
 def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     """x W^T of many tokens, [N, O + E]: by the matrix library, or by W8A8 if the weights are block-scaled. 4-bit
     weights are expanded first."""
-    if isinstance(weight_OH, Plain) and extra_EH is None:
-        return torch_linear(x_NH, weight_OH.values)
+    if isinstance(weight_OH, Plain | FourBitTiles) and extra_EH is None:
+        return torch_linear(x_NH, _in_dtype(weight_OH, x_NH.dtype))
     num_outputs = weight_OH.shape[0]
     out = torch.empty(
         len(x_NH), num_outputs + (0 if extra_EH is None else len(extra_EH)), dtype=x_NH.dtype, device=x_NH.device
     )
     if isinstance(weight_OH, BlockScaled):
         prefill_linear(x_NH, weight_OH, out[:, :num_outputs])
-    elif isinstance(weight_OH, FourBitTiles):
-        prompt_product(x_NH, weight_OH, out[:, :num_outputs])
     else:
-        out[:, :num_outputs] = torch_linear(x_NH, weight_OH.tensor)
+        torch.mm(x_NH, _in_dtype(weight_OH, x_NH.dtype).t(), out=out[:, :num_outputs])
     if extra_EH is not None:
         out[:, num_outputs:] = torch_linear(x_NH, extra_EH)
     return out
+
+
+def _in_dtype(weight_OH: Weight, dtype: torch.dtype) -> Tensor:
+    return expanded(weight_OH, dtype) if isinstance(weight_OH, FourBitTiles) else weight_OH.tensor
 
 
 def launch_linear(

@@ -138,9 +138,11 @@ def _experts(
     )
 
 
-def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, warps: int = 4) -> CompileCase:
+def _prompt(
+    form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, warps: int = 4, of_experts: bool = True
+) -> CompileCase:
     types = {
-        **dict.fromkeys(("out", "x"), "*bf16"),
+        **dict.fromkeys(("out", "x", "residual"), "*bf16"),
         **dict.fromkeys(("weights", "multipliers"), "*fp32"),
         **dict.fromkeys(("pairs", "tiles", "words"), "*i32"),
         "scales": "*u8" if form == "e2m1" else "*bf16",
@@ -148,7 +150,9 @@ def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, 
     }
     absent = [] if "zeros" in form else ["zeros"]
     absent += [] if form == "e2m1" else ["multipliers"]
-    absent += ["weights"] if is_swiglu else []
+    absent += ["weights"] if is_swiglu or not of_experts else []
+    absent += ["residual"] if is_swiglu or of_experts else []
+    absent += [] if of_experts else ["pairs", "tiles"]
     constexprs = dict.fromkeys(absent) | {
         "GROUPS": depth // 128,
         "FORMAT": form,
@@ -158,14 +162,16 @@ def _prompt(form: str, rows: int, depth: int, *, block_m: int, is_swiglu: bool, 
     }
     names = [name for name in four_bit_prompt_kernel.arg_names if name not in constexprs and name != "PDL"]
     return CompileCase(
-        name=f"four_bit prompt {form} {rows} x {depth} M={block_m} w{warps}" + " gated" * is_swiglu,
+        name=f"four_bit prompt {form} {rows} x {depth} M={block_m} w{warps}"
+        + " gated" * is_swiglu
+        + " one matrix" * (not of_experts),
         kernel=four_bit_prompt_kernel,
         signature={name: types.get(name, "i32") for name in names},
         constexprs=constexprs,
         num_warps=warps,
-        multiples_of_16=("x_stride", "num_outputs"),
+        multiples_of_16=("out_stride", "x_stride", "num_outputs"),
         # With Triton 3.9 what is needed behind the loop is stored before it; the loop itself has none.
-        stack_bytes=32 if block_m == 128 else 0,
+        stack_bytes=64 if block_m == 128 else 0,
         instructions=("wgmma.mma_async", "ld.global.v4", "cp.async.cg.shared"),
     )
 
@@ -179,6 +185,12 @@ CASES = [
             _prompt(form, 1024, 2048, block_m=block_m, is_swiglu=True),
             _prompt(form, 2048, 512, block_m=block_m, is_swiglu=False),
         )
+    ),
+    *(
+        _prompt(form, rows, depth, block_m=block_m, is_swiglu=is_swiglu, of_experts=False)
+        for form in _FORMATS
+        for block_m in ((64,) if "by 32" in form else (64, 128))
+        for rows, depth, is_swiglu in ((34816, 5120, True), (5120, 17408, False))
     ),
     *(
         case

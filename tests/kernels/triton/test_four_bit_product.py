@@ -14,7 +14,14 @@ from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import four_bit_layers, linear_layers
-from agentspec.kernels.triton.four_bit_layers import FEW_TOKENS, FourBitPlan, expanded, launch_product, plan_for
+from agentspec.kernels.triton.four_bit_layers import (
+    FEW_TOKENS,
+    FourBitPlan,
+    expanded,
+    launch_product,
+    plan_for,
+    takes_decoded,
+)
 from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.test_four_bit_tiles import FORMS, random_weight
 
@@ -87,19 +94,16 @@ def test_weights_expand_to_what_they_stand_for(form: FourBitForm, device: torch.
         assert torch.equal(expanded(weight, dtype), weight.dequantize(dtype))
 
 
-@pytest.mark.parametrize(
-    ("form", "num_tokens"), [*itertools.product(FORMS[:3], (1, 9, 40, FEW_TOKENS + 1)), (FORMS[3], 9)], ids=str
-)
-def test_layers_match_reference(
-    form: FourBitForm, num_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def check_layers(
+    form: FourBitForm, num_tokens: int, shape: tuple[int, int], device: torch.device, tolerance: float = TOLERANCE
 ) -> None:
-    """As models call them: few tokens and many, the latter with weights in several pieces."""
-    monkeypatch.setattr(four_bit_layers, "_PIECE", 16 * 384)
-    x, weight = operands(form, num_tokens, (64, 384), num_tokens, device)
+    """As models call them."""
+    torch.manual_seed(num_tokens)
+    x, weight = operands(form, num_tokens, shape, num_tokens, device)
     plain = weight.rows()
-    norm = Norm(weight=torch.randn(384, dtype=DTYPE, device=device) * 0.1, eps=1e-6)
-    extra = torch.randn(21, 384, dtype=DTYPE, device=device) * 0.05
-    residual = torch.randn(num_tokens, 64, dtype=DTYPE, device=device)
+    norm = Norm(weight=torch.randn(shape[1], dtype=DTYPE, device=device) * 0.1, eps=1e-6)
+    extra = torch.randn(21, shape[1], dtype=DTYPE, device=device) * 0.05
+    residual = torch.randn(num_tokens, shape[0], dtype=DTYPE, device=device)
     for name, ours, theirs in (
         ("linear", linear_layers.linear(x, weight), reference.linear(x, plain)),
         (
@@ -115,7 +119,25 @@ def test_layers_match_reference(
         ),
     ):
         assert ours.shape == theirs.shape
-        assert_near(ours, theirs.double(), name)
+        assert_near(ours, theirs.double(), name, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_tokens"), [*itertools.product(FORMS[:3], (1, 9, 40, FEW_TOKENS + 1)), (FORMS[3], 9)], ids=str
+)
+def test_layers_match_reference(form: FourBitForm, num_tokens: int, device: torch.device) -> None:
+    """Few tokens, and many with expanded weights."""
+    check_layers(form, num_tokens, (64, 384), device)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_tokens"), [(FORMS[0], FEW_TOKENS + 1), (FORMS[1], 300), (FORMS[2], 300), (FORMS[3], 130)], ids=str
+)
+def test_short_prompts_match_reference(form: FourBitForm, num_tokens: int, device: torch.device) -> None:
+    """With weights as Hopper's matrix units take them, which are rounded to bfloat16."""
+    x, weight = operands(form, num_tokens, (256, 256), num_tokens, device)
+    assert takes_decoded(weight, x)
+    check_layers(form, num_tokens, (256, 256), device, 6e-3)
 
 
 @pytest.mark.parametrize("form", FORMS[1:4], ids=str)

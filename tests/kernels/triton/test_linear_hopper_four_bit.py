@@ -126,7 +126,7 @@ def test_more_than_16_tokens_are_multiplied_in_warp_groups_where_they_can_be(
         if is_swiglu:
             gate, up = layer.product.chunk(2, -1)
             expected = silu(gate) * up
-        got = four_bit_layers.step_product(
+        got = four_bit_layers.decoded_product(
             layer.x, layer.weight, residual_NO=None if is_swiglu else residual, is_swiglu=is_swiglu
         )
         assert ((got.double() - expected).norm() / expected.norm()).item() < 6e-3, layer.note
