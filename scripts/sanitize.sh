@@ -10,8 +10,9 @@
 #   memcheck of exchanges    sums, winners and gathered logits
 #   racecheck of exchanges   the same
 #
-# The checks of a program run at once, after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported:
-# torch tries calls that may fail, and raises what matters.
+# Steps are checked by part: a plain model, large heads, experts, weights in 4 bits. All checks of a program run at once,
+# after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported: torch tries
+# calls that may fail, and raises what matters.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -64,11 +65,17 @@ if [[ "$only" != steps ]]; then
 fi
 if [[ "$only" != exchanges ]]; then
     program=tests.gpu.sanitized_steps
-    "$python" -m "$program" --large-heads --experts --four-bit
-    "$python" -m "$program" --eager --large-heads --experts --four-bit
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of eager steps" memcheck "$program" --eager --large-heads --experts --four-bit
-    watch "memcheck of graphs" memcheck "$program" --large-heads --experts --four-bit
-    watch "racecheck" racecheck "$program" --eager --experts --four-bit
+    parts=(plain large-heads experts four-bit)
+    for how in "" --eager; do
+        "$python" -m "$program" $how "${parts[@]}"
+    done
+    for part in "${parts[@]}"; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of eager steps, $part" memcheck "$program" --eager "$part"
+        watch "memcheck of graphs, $part" memcheck "$program" "$part"
+        if [[ "$part" != large-heads ]]; then
+            watch "racecheck, $part" racecheck "$program" --eager "$part"
+        fi
+    done
     report
 fi
 exit "$failed"

@@ -1,14 +1,18 @@
 """Prompts and decode steps of a small model for a memory checker: `scripts/sanitize.sh` runs this under
 compute-sanitizer.
 
-    python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts] [--four-bit]
+    python -m tests.gpu.sanitized_steps [--eager] PART...
 
 A greedy request beside a sampled one with penalties, bias and masks; prompts in parallel and in two chunks, the second
 from a kept state; drafts, a checkpoint, a leave and a join. First in float32, where the tokens must equal the CPU's,
-then in bfloat16, whose kernels use other instructions. --large-heads: once more in bfloat16 with heads of 128, whose
-prompts use a separate attention kernel. --experts: once more in both dtypes with experts and 8-bit weights, and in
-bfloat16 with plain weights and 8-bit drafts. --four-bit: once more in both dtypes with 4-bit weights. Uses CUDA graphs
-unless --eager. There are few steps, because a checker slows each instruction ten to fifty times.
+then in bfloat16, whose kernels use other instructions. The parts:
+
+plain        a small dense model, also with keys and values in 8 bits
+large-heads  in bfloat16 with heads of 128, whose prompts use a separate attention kernel, over both kinds of pages
+experts      experts in 8 bits in both dtypes, plain ones in bfloat16 with 8-bit drafts, and a prompt with many tokens
+four-bit     4-bit weights, dense and experts, and the products of a short prompt, which these models are too narrow for
+
+Uses CUDA graphs unless --eager. There are few steps, because a checker slows each instruction ten to fifty times.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton.four_bit_layers import FEW_TOKENS, decoded_product, takes_decoded
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
@@ -30,6 +38,7 @@ from tests.fakes.hash_chain import ReferenceRequest
 from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver, poison
 from tests.fakes.step_driver import StepDriver
+from tests.kernels.test_four_bit_tiles import FORMS, random_weight
 from tests.properties.real_model import (
     VOCAB,
     write_agreeing_checkpoint,
@@ -118,49 +127,83 @@ def check_long_prompt(checkpoint: Path, device: torch.device) -> None:
     assert hiddens(device, torch.bfloat16).isfinite().all()
 
 
+@torch.inference_mode()
+def check_short_prompt_products(device: torch.device) -> None:
+    """Compare the products of a short prompt with float64."""
+    for form in FORMS[:4]:
+        weight = FourBitTiles.of(random_weight(form, (256, 384), 1).to(device))
+        exact = weight.dequantize(torch.float64).t()
+        for num_tokens in (FEW_TOKENS + 1, 300):
+            generator = torch.Generator(device).manual_seed(num_tokens)
+            x, residual = (
+                torch.randn(num_tokens, width, generator=generator, device=device, dtype=torch.bfloat16)
+                for width in (384, 256)
+            )
+            assert takes_decoded(weight, x)
+            assert (
+                relative_error(decoded_product(x, weight, residual_NO=residual), x.double() @ exact + residual) < 0.02
+            )
+            gate, up = (x.double() @ exact).chunk(2, -1)
+            assert relative_error(decoded_product(x, weight, is_swiglu=True), silu(gate) * up) < 0.02
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized_steps")
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of replaying graphs")
-    parser.add_argument(
-        "--large-heads", action="store_true", help="also a model whose prompts go to the kernel for large heads"
-    )
-    parser.add_argument(
-        "--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits"
-    )
-    parser.add_argument("--four-bit", action="store_true", help="also models with weights in 4 bits")
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
     arguments = parser.parse_args()
-    graphs = not arguments.eager
     torch.set_num_threads(1)
-    cuda = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_agreeing_checkpoint(Path(folder), num_hidden_layers=2, full_attention_interval=2)
-        found = check_steps(checkpoint, cuda, graphs=graphs)
-        found += check_steps(checkpoint, cuda, graphs=graphs, fp8_pages=True)
-        num_tokens = sum(map(len, run_steps(checkpoint, cuda, torch.bfloat16, graphs=graphs)))
-        if arguments.large_heads:
-            large = write_agreeing_checkpoint(
-                Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128
-            )
-            num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs)))
-            num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs, fp8_pages=True)))
-        if arguments.experts:
-            shape = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16, "num_experts_per_tok": 4}
-            plain = write_agreeing_checkpoint(Path(folder) / "experts", "moe", **shape)
-            quantized = write_agreeing_fp8_checkpoint(Path(folder) / "fp8", "moe", **shape)
-            for model in (plain, quantized):
-                check_long_prompt(model, cuda)
-            found += check_steps(quantized, cuda, graphs=graphs)
-            num_tokens += sum(map(len, run_steps(quantized, cuda, torch.bfloat16, graphs=graphs)))
-            num_tokens += sum(map(len, run_steps(plain, cuda, torch.bfloat16, graphs=graphs, fp8_drafts=True)))
-        if arguments.four_bit:
-            for family in ("dense", "moe"):
-                four_bit = write_agreeing_four_bit_checkpoint(
-                    Path(folder) / f"four-bit-{family}", "int4", family, num_hidden_layers=2, full_attention_interval=2
-                )
-                found += check_steps(four_bit, cuda, graphs=graphs)
-                num_tokens += sum(map(len, run_steps(four_bit, cuda, torch.bfloat16, graphs=graphs)))
-    print(f"{sum(map(len, found))} tokens in float32, as on the CPU; {num_tokens} in bfloat16")
+        for part in arguments.parts:
+            found, in_bfloat16 = PARTS[part](Path(folder) / part, torch.device("cuda"), not arguments.eager)
+            counts = [sum(map(len, streams)) for streams in (found, in_bfloat16)]
+            print(f"{part}: {counts[0]} tokens in float32, as on the CPU; {counts[1]} in bfloat16")
 
+
+Tokens = list[list[int]]
+_SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+
+
+def _plain(folder: Path, device: torch.device, graphs: bool) -> tuple[Tokens, Tokens]:
+    """(tokens in float32, as on the CPU; tokens in bfloat16), as each part."""
+    checkpoint = write_agreeing_checkpoint(folder, **_SMALL)
+    found = check_steps(checkpoint, device, graphs=graphs)
+    found += check_steps(checkpoint, device, graphs=graphs, fp8_pages=True)
+    return found, run_steps(checkpoint, device, torch.bfloat16, graphs=graphs)
+
+
+def _large_heads(folder: Path, device: torch.device, graphs: bool) -> tuple[Tokens, Tokens]:
+    large = write_agreeing_checkpoint(folder, head_dim=128, **_SMALL)
+    return [], [
+        tokens
+        for fp8_pages in (False, True)
+        for tokens in run_steps(large, device, torch.bfloat16, graphs=graphs, fp8_pages=fp8_pages)
+    ]
+
+
+def _experts(folder: Path, device: torch.device, graphs: bool) -> tuple[Tokens, Tokens]:
+    shape = {**_SMALL, "num_experts": 16, "num_experts_per_tok": 4}
+    plain = write_agreeing_checkpoint(folder / "plain", "moe", **shape)
+    quantized = write_agreeing_fp8_checkpoint(folder / "fp8", "moe", **shape)
+    for model in (plain, quantized):
+        check_long_prompt(model, device)
+    return check_steps(quantized, device, graphs=graphs), [
+        *run_steps(quantized, device, torch.bfloat16, graphs=graphs),
+        *run_steps(plain, device, torch.bfloat16, graphs=graphs, fp8_drafts=True),
+    ]
+
+
+def _four_bit(folder: Path, device: torch.device, graphs: bool) -> tuple[Tokens, Tokens]:
+    check_short_prompt_products(device)
+    found, in_bfloat16 = [], []
+    for family in ("dense", "moe"):
+        checkpoint = write_agreeing_four_bit_checkpoint(folder / family, "int4", family, **_SMALL)
+        found += check_steps(checkpoint, device, graphs=graphs)
+        in_bfloat16 += run_steps(checkpoint, device, torch.bfloat16, graphs=graphs)
+    return found, in_bfloat16
+
+
+PARTS = {"plain": _plain, "large-heads": _large_heads, "experts": _experts, "four-bit": _four_bit}
 
 if __name__ == "__main__":
     main()
