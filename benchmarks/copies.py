@@ -74,7 +74,9 @@ class Run(CaseRun[Result]):
             played = play(
                 case, turns, model, self._device, rates=rates, time_is_up=lambda: self.time_is_up, widest=widest
             )
-        num_checked = check_copies(played, turns, len(rates), case.copies, shares=case.shares)
+        num_checked = check_copies(
+            played, turns, len(rates), case.copies, min_match=model.spec.min_copy_match, shares=case.shares
+        )
         if played.num_turns < len(turns):
             result.note = f"the time was up after {played.num_turns} of {len(turns)} turns"
         result.figures = figures_of(played, turns, num_mtp=len(rates), num_checked=num_checked)

@@ -36,8 +36,8 @@ from agentspec.types import MAX_COPY_MATCH
 
 RATES = (0.92, 0.845, 0.81)
 """InferenceX's golden acceptance lengths of Qwen3.5 without thinking: 1.92, 2.70 and 3.33 tokens a step."""
-GATES, WIDTHS = (5, 6, 8, 12), (4, 8, 12)
-LENGTHS = ((1, 5), (6, 8), (9, 12), (13, 20), (21, MAX_COPY_MATCH))
+GATES, WIDTHS = (2, 3, 4, 6, 8, 12), (4, 8, 12)
+LENGTHS = ((1, 2), (3, 5), (6, 8), (9, 12), (13, 20), (21, MAX_COPY_MATCH))
 """Match lengths, both ends included, that the acceptance of the first copy is reported for."""
 
 Integers: TypeAlias = npt.NDArray[np.int64]

@@ -271,6 +271,7 @@ def spec_of(
         page_bytes=page_bytes(forms),
         fp8_pages=fp8_pages,
         entry_bytes=entry_bytes(forms),
+        has_experts=config.moe is not None,
     )
 
 

@@ -302,11 +302,17 @@ def _difference(number: int, turn: RecordedTurn, emitted: list[int], event: Fini
 
 
 def check_copies(
-    played: Played, turns: Sequence[RecordedTurn], num_mtp: int, most_copies: int, *, shares: bool = True
+    played: Played,
+    turns: Sequence[RecordedTurn],
+    num_mtp: int,
+    most_copies: int,
+    *,
+    min_match: int = MIN_COPY_MATCH,
+    shares: bool = True,
 ) -> int:
     """Compare the copies of every window, behind MTP drafts that are all right, with the rule on the recorded text: how
     many were offered, and how many accepted. Returns the number of windows compared. most_copies: of one window.
-    shares: as in Case.
+    min_match: of the model. shares: as in Case.
 
     A window may have fewer copies than were made only where the windows of its step have all that it has rows for.
     Raises CheckFailedError at the first difference."""
@@ -319,7 +325,7 @@ def check_copies(
         room = len(turn.prompt) + len(turn.answer) - 2 - final
         found = (window.offered - num_mtp, window.accepted - num_mtp)
         offered = 0
-        if matches.length_N[final] >= MIN_COPY_MATCH:
+        if matches.length_N[final] >= min_match:
             offered = most_copies if shares else num_copies
             num_shared = sum(max(one.offered - num_mtp, 0) for one in step.windows)
             if 0 <= found[0] < offered and num_shared >= len(step.windows) * num_copies:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentspec.mtp.copies import draft_copies
+from benchmarks import copies_clock
 from benchmarks.copies_offline import Matches, Score, Setting, Text, draw_right_drafts, main, score
 from tests.kernels.test_copies import repetitive
 
@@ -96,3 +97,14 @@ def test_recorded_sessions_are_reported(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == first, "the same seed must give the same figures"
     assert main([path, "--sessions", "4", "--mtp-rates", "0,0,0", "--without-calls"]) == 0
     assert "MTP alone: 1.00 tokens a step" in capsys.readouterr().out
+
+
+def test_the_window_policy_is_timed_on_recorded_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "workloads" / "recorded.jsonl")
+    for cost in ("dense", "experts"):
+        assert copies_clock.main([path, "--sessions", "4", "--users", "1", "2", "--cost", cost, "--gates", "3,32"]) == 0
+        rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| recorded")]
+        assert [row[2] for row in rows] == ["1", "2"]
+        for row in rows:
+            alone, (low, _), (high, _) = float(row[3]), *(map(float, cell.rstrip(" |").split(", ")) for cell in row[4:])
+            assert low >= high >= alone - 0.01, "fewer copies must not emit more"

@@ -115,4 +115,5 @@ def model_spec(
         page_bytes=page_bytes(forms),
         fp8_pages=fp8_pages,
         entry_bytes=entry_bytes(forms),
+        has_experts=config.moe is not None,
     )

@@ -138,6 +138,7 @@ class ModelExecutor:
                 max_running=max_running,
                 max_draft_tokens=max_draft_tokens,
                 max_copies=max_copies,
+                min_match=model.spec.min_copy_match,
                 max_pages_per_slot=max_pages_per_slot,
                 vocab_size=model.spec.vocab_size,
                 num_model_stop_ids=len(model.spec.stop_token_ids),

@@ -26,7 +26,7 @@ from agentspec.kernels import slots as layout
 from agentspec.kernels.slots import TOKENS, SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
-from agentspec.types import MIN_COPY_MATCH, SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, RingShape, SamplingParams
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, RingShape, SamplingParams
 
 _MAX_REQUEST_STOP_IDS = 16
 
@@ -71,7 +71,7 @@ class StepBuffers:
         max_running: int,
         max_draft_tokens: int,
         max_copies: int = 0,
-        min_match: int = MIN_COPY_MATCH,
+        min_match: int = 0,
         max_pages_per_slot: int,
         vocab_size: int,
         num_model_stop_ids: int,
@@ -79,7 +79,7 @@ class StepBuffers:
         ring: RingShape | None = None,
         device: torch.device,
     ) -> Self:
-        """max_draft_tokens: of the MTP head. min_match: see CopySource."""
+        """max_draft_tokens: of the MTP head. min_match: see CopySource; without copies it is not used."""
         num_slots, width = max_running + 1, max_draft_tokens + max_copies + 1
         slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64, device=device)
         slot = SlotState.of(slots_SF)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,7 +22,7 @@ from agentspec.engine.settings import Settings
 from agentspec.models.protocol import StepModel
 from agentspec.models.shards import Rank
 from agentspec.runtime.plan import StepOutcome
-from agentspec.runtime.step_buffers import StepBuffers
+from agentspec.types import ModelSpec
 from tests.fakes.replayer import Replayer
 from tests.properties.engine_setup import EngineSetup
 
@@ -46,7 +45,7 @@ def load(start: RankStart) -> StepModel:
     meet(start.meeting, Rank(start.index, start.count))
     setup = EngineSetup.random(int(start.model_dir.removeprefix(_HASH_CHAIN)))
     # A setting of the proof alone, which reaches no engine through its config.
-    StepBuffers.allocate = partial(StepBuffers.allocate, min_match=setup.min_match)  # type: ignore[method-assign]
+    patch.object(ModelSpec, "min_copy_match", setup.min_match).start()
     return setup.new_model(torch.device("cpu"))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from typing import Self
 from unittest.mock import patch
@@ -20,8 +19,7 @@ from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.ranks import Ranks
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.runtime.step_buffers import StepBuffers
-from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, SlotResult, WindowShape, rows_of_request
+from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, ModelSpec, SlotResult, WindowShape, rows_of_request
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -218,7 +216,7 @@ class EngineSetup:
         least_rows = own_rows + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
         # Graphs are captured in `build`, and have the number in them.
-        with patch.object(StepBuffers, "allocate", partial(StepBuffers.allocate, min_match=self.min_match)):
+        with patch.object(ModelSpec, "min_copy_match", self.min_match):
             assembly = build(
                 model,
                 config=self.config(graphs=graphs, num_ranks=1 if ranks is None else ranks.rank.count),
