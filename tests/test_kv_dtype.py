@@ -24,18 +24,20 @@ CPU = torch.device("cpu")
 
 
 def test_drafts_cache_and_rings_do_not_change_streams() -> None:
-    """And the drafts' acceptance stays nearly what it is in full precision."""
+    """And the MTP head's acceptance stays nearly what it is in full precision."""
     settings: list[dict[str, Any]] = [
         {"draft_tokens": 0, "prefix_cache": False},
         {},
         {"state_form": "ring"},
+        {"state_form": "ring", "copy_drafts": 0},
         {"prefill_budget": 64},
     ]
     plain, *others = (ask(tiny_agent(kv_dtype="fp8", **some), QUESTIONS, SAMPLINGS[:2]) for some in settings)
     full = ask(tiny_agent(), QUESTIONS, SAMPLINGS[:2])
     for some, heard in zip(settings[1:], others, strict=True):
         assert heard.streams == plain.streams, some
-        assert heard.acceptance > 0.9 * full.acceptance > 0.3, some
+        has_copies = some == {"state_form": "ring"}  # of which most are wrong
+        assert has_copies or heard.acceptance > 0.9 * full.acceptance > 0.3, some
 
 
 def test_pages_take_half_of_bfloat16_and_a_byte_a_head() -> None:

@@ -43,7 +43,7 @@ SETUPS = {
 RINGS = {
     "rings": EngineSetup(seed=11, max_draft_tokens=15, random_depth=True, prefill_budget=130, has_ring=True),
     "rings, tight": EngineSetup(
-        seed=11,
+        seed=15,
         max_draft_tokens=3,
         max_copies=12,
         random_depth=True,
