@@ -8,8 +8,9 @@ token ids (`--seed`), so that nothing is cached before it. The sum beside each r
 sequence and of its full decode steps, by the measured costs of dry runs.
 
 `--storm N` sends N first prompts of 2,000 tokens at once, with answers of 300 tokens. `--newcomer` sends a prompt of
-50,000 tokens beside eight streams. Arguments after `--` go to the server (`-- --prefill-budget 2048`). Before the
-measurement, tiny-agent's tokens are compared with the CPU's.
+50,000 tokens beside eight streams. `--fleet N TOKENS` runs N sessions at once that share nothing: a first prompt of so
+many tokens, and two appends of 800; it says whether they fit. Arguments after `--` go to the server (`--
+--prefill-budget 2048`). Before the measurement, tiny-agent's tokens are compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -252,6 +253,45 @@ async def newcomer(url: str, model: str, seed: int) -> None:
     )
 
 
+async def fleet(url: str, model: str, count: int, tokens: int, seed: int) -> None:
+    """Run sessions with long first prompts, all at once."""
+    words, before = Words(seed, 2_000), counters(url)
+
+    async def session(client: httpx.AsyncClient, name: str) -> list[float]:
+        prompt, first_tokens = words(tokens), []
+        for _ in range(3):
+            output = words(ANSWER)
+            first_tokens.append((await ask(client, name, prompt, ANSWER, output))[0])
+            prompt = prompt + output + words(APPEND)
+        return first_tokens
+
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        name = (await client.get("/v1/models")).json()["data"][0]["id"]
+        began = time.perf_counter()
+        first_tokens = await asyncio.gather(*(session(client, name) for _ in range(count)))
+        wall = time.perf_counter() - began
+    spent = {name: value - before[name] for name, value in counters(url).items()}
+    later = Distribution.of(seconds for turns in first_tokens for seconds in turns[1:])
+    assert later.p50 is not None
+    print(
+        f"{model}, {count} sessions of {tokens:,} tokens at once: all turns ended in {wall:.1f} s; last first token of "
+        f"a first turn after {max(turns[0] for turns in first_tokens):.1f} s, of later turns p50 {later.p50:.2f}; "
+        f"{spent['cached_prompt_tokens_total']:,.0f} of {spent['prompt_tokens_total']:,.0f} prompt tokens cached, "
+        f"{spent['preemptions_total']:.0f} preemptions; {counters(url, ('pages_used', 'pages_free'))}",
+        flush=True,
+    )
+
+
+def counters(
+    url: str, names: Sequence[str] = ("prompt_tokens_total", "cached_prompt_tokens_total", "preemptions_total")
+) -> dict[str, float]:
+    """Values of /metrics."""
+    page = httpx.get(url + "/metrics").text
+    found = {name: re.search(rf"^agentspec_{name}{{.*}} (.+)$", page, re.MULTILINE) for name in names}
+    assert all(found.values()), f"not in /metrics: {[name for name, value in found.items() if value is None]}"
+    return {name: float(value[1]) for name, value in found.items() if value is not None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.agents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -263,6 +303,7 @@ def main() -> None:
     )
     parser.add_argument("--storm", type=int, metavar="N", help="N first prompts at once")
     parser.add_argument("--newcomer", action="store_true", help="a long prompt beside eight streams")
+    parser.add_argument("--fleet", type=int, nargs=2, metavar=("N", "TOKENS"), help="long sessions at once")
     parser.add_argument("--json", type=Path, metavar="DIR", help="keep the replays' reports here")
     parser.add_argument("flags", nargs="*", help="for the server, behind --")
     options = parser.parse_args()
@@ -293,6 +334,9 @@ def main() -> None:
                 before = EngineGaps.read(url)
                 asyncio.run(newcomer(url, options.model, 1_000 + seed))
                 print(EngineGaps.read(url).since(before), flush=True)
+        if options.fleet:
+            count, tokens = options.fleet
+            asyncio.run(fleet(url, options.model, count, tokens, 2_000))
 
 
 if __name__ == "__main__":
