@@ -116,7 +116,9 @@ def plan_for(num_pairs: int, num_experts: int, form: FourBitForm) -> PromptPlan:
 
 
 def matrix_plan_for(num_tokens: int, form: FourBitForm) -> PromptPlan:
-    return PromptPlan(block_m=64 if num_tokens <= _MOST_OF_SMALL_TILES else _most_tokens(form), warps=_WARPS)
+    # With 128 tokens, gate and up of floats would spill in the loop.
+    is_small = num_tokens <= _MOST_OF_SMALL_TILES or form.kind == "e2m1"
+    return PromptPlan(block_m=64 if is_small else _most_tokens(form), warps=_WARPS)
 
 
 def _most_tokens(form: FourBitForm) -> int:
