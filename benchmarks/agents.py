@@ -51,6 +51,7 @@ SETTLE_SECONDS = 20
 HOLD_SECONDS = 6
 CEILING = 0.1
 """Seconds: the default of `--max-gap`."""
+COUNTERS = ("cached_prompt_tokens_total", "prompt_tokens_total", "preemptions_total", "pages_used", "pages_free")
 FIRST, COMMON, APPENDS, APPEND, ANSWER = 16_384, 4_096, 8, 800, 160
 
 
@@ -131,14 +132,9 @@ class EngineGaps:
     @classmethod
     def read(cls, url: str) -> EngineGaps:
         page = httpx.get(url + "/metrics").text
-
-        def value(name: str, labels: str = "") -> float:
-            found = re.search(rf"^agentspec_{name}{{[^}}]*{re.escape(labels)}}} (.+)$", page, re.MULTILINE)
-            assert found is not None, f"no {name} in /metrics"
-            return float(found[1])
-
-        count = int(value("gap_seconds_count"))
-        return cls(count, count - int(value("gap_seconds_bucket", f'le="{CEILING}"')), value("longest_gap_seconds"))
+        count = int(metric(page, "gap_seconds_count"))
+        within = int(metric(page, "gap_seconds_bucket", f'le="{CEILING}"'))
+        return cls(count, count - within, metric(page, "longest_gap_seconds"))
 
     def since(self, before: EngineGaps) -> str:
         return (
@@ -270,26 +266,29 @@ async def fleet(url: str, model: str, count: int, tokens: int, seed: int) -> Non
         began = time.perf_counter()
         first_tokens = await asyncio.gather(*(session(client, name) for _ in range(count)))
         wall = time.perf_counter() - began
-    spent = {name: value - before[name] for name, value in counters(url).items()}
+    after = counters(url)
+    cached, asked, preempted, *_ = (after[name] - before[name] for name in COUNTERS)
     later = Distribution.of(seconds for turns in first_tokens for seconds in turns[1:])
     assert later.p50 is not None
     print(
         f"{model}, {count} sessions of {tokens:,} tokens at once: all turns ended in {wall:.1f} s; last first token of "
         f"a first turn after {max(turns[0] for turns in first_tokens):.1f} s, of later turns p50 {later.p50:.2f}; "
-        f"{spent['cached_prompt_tokens_total']:,.0f} of {spent['prompt_tokens_total']:,.0f} prompt tokens cached, "
-        f"{spent['preemptions_total']:.0f} preemptions; {counters(url, ('pages_used', 'pages_free'))}",
+        f"{cached:,.0f} of {asked:,.0f} prompt tokens cached, {preempted:.0f} preemptions; "
+        f"{after['pages_used']:.0f} pages in use, {after['pages_free']:.0f} free",
         flush=True,
     )
 
 
-def counters(
-    url: str, names: Sequence[str] = ("prompt_tokens_total", "cached_prompt_tokens_total", "preemptions_total")
-) -> dict[str, float]:
-    """Values of /metrics."""
+def counters(url: str) -> dict[str, float]:
     page = httpx.get(url + "/metrics").text
-    found = {name: re.search(rf"^agentspec_{name}{{.*}} (.+)$", page, re.MULTILINE) for name in names}
-    assert all(found.values()), f"not in /metrics: {[name for name, value in found.items() if value is None]}"
-    return {name: float(value[1]) for name, value in found.items() if value is not None}
+    return {name: metric(page, name) for name in COUNTERS}
+
+
+def metric(page: str, name: str, labels: str = "") -> float:
+    """A value of /metrics."""
+    found = re.search(rf"^agentspec_{name}{{[^}}]*{re.escape(labels)}}} (.+)$", page, re.MULTILINE)
+    assert found is not None, f"no {name} in /metrics"
+    return float(found[1])
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from agentspec.replay.encoders import find_encoder
 from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import load
 from agentspec.types import MAX_COPIES, SlotResult, WindowShape
-from benchmarks.copies_offline import RATES, Matches, Text, draw_right_drafts, numbers, texts_of
+from benchmarks.copies_offline import RATES, Matches, Text, draw_right_drafts, numbers, scored_texts
 
 NUM_MTP = len(RATES)
 COPIES = (4, MAX_COPIES)
@@ -97,12 +97,10 @@ def works_of(path: Path, sessions: int | None) -> list[Work]:
     file, rng = load(path), np.random.default_rng(0)
     renderer = TraceRenderer(find_encoder(bundled.checkpoint_of("tiny-agent")), "stable")
     works = []
-    for session in file.sessions[:sessions]:
-        for text in texts_of(file, session, renderer, with_calls=True):
-            if text.answers:
-                matches = Matches.of(text.tokens_N, MAX_COPIES)
-                right = draw_right_drafts(len(text.tokens_N), RATES, rng).tolist()
-                works.append(Work(text=text, length=matches.length_N.tolist(), run=matches.run_N.tolist(), right=right))
+    for text in scored_texts(file, file.sessions[:sessions], renderer):
+        matches = Matches.of(text.tokens_N, MAX_COPIES)
+        right = draw_right_drafts(len(text.tokens_N), RATES, rng).tolist()
+        works.append(Work(text=text, length=matches.length_N.tolist(), run=matches.run_N.tolist(), right=right))
     return works
 
 

@@ -141,6 +141,14 @@ def texts_of(file: ReplayFile, session: Session, renderer: TraceRenderer, *, wit
     yield Text(tokens_N=np.array(tokens, np.int64), answers=answers)
 
 
+def scored_texts(
+    file: ReplayFile, sessions: Sequence[Session], renderer: TraceRenderer, *, with_calls: bool = True
+) -> Iterator[Text]:
+    """Yield the sessions' texts that have answers to score."""
+    for session in sessions:
+        yield from (text for text in texts_of(file, session, renderer, with_calls=with_calls) if text.answers)
+
+
 def draw_right_drafts(num_positions: int, rates: Sequence[float], rng: np.random.Generator) -> Integers:
     """Number of leading MTP drafts that are right, for a step at each position."""
     return np.asarray((rng.random((num_positions, len(rates))) < rates).cumprod(1).sum(1), np.int64)
@@ -264,11 +272,9 @@ def report_file(path: Path, args: argparse.Namespace) -> Iterator[str]:
     renderer = TraceRenderer(encoder, args.template)
     report, sessions = Report.empty(args.gates, args.widths), file.sessions[: args.sessions]
     num_texts = 0
-    for session in sessions:
-        for text in texts_of(file, session, renderer, with_calls=not args.without_calls):
-            if text.answers:
-                num_texts += 1
-                report.add(text, args.mtp_rates, rng)
+    for text in scored_texts(file, sessions, renderer, with_calls=not args.without_calls):
+        num_texts += 1
+        report.add(text, args.mtp_rates, rng)
     yield f"## {path.name}"
     yield ""
     yield f"{len(sessions)} sessions, {num_texts} texts, tokens by {encoder.name}. MTP-{len(args.mtp_rates)}."
