@@ -150,10 +150,15 @@ def candidates(chosen: FourBitPlan, shape: tuple[int, int], *, is_swiglu: bool) 
         warps = shares * rows
         if not 2 <= warps <= 8 or 16 * rows > block_o or ahead * block_o > 128 * rows:
             continue
-        for split, far in itertools.product((1,) if is_swiglu else (1, 2, 4, 8, 12), (0, 4)):
+        for split, far in itertools.product((1,) if is_swiglu else splits_of(shape[1] // 128), (0, 4)):
             programs = shape[0] // block_o * split * warps
             if 1000 <= programs <= 12000 and split * shares <= shape[1] // 128:
                 yield replace(chosen, block_o=block_o, ahead=ahead, warps=warps, shares=shares, split=split, far=far)
+
+
+def splits_of(num_groups: int) -> list[int]:
+    """Some, and those by which every program has as many groups of columns."""
+    return sorted({1, 2, 4, 8, 12} | {split for split in range(1, 36) if num_groups % split == 0})
 
 
 def hopper_candidates(shape: tuple[int, int], num_tokens: int, sm_count: int, *, is_swiglu: bool) -> Iterator[Plan]:

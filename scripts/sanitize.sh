@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kernels under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON [steps|exchanges]]
+# Kernels under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON [steps [PART...]|exchanges]]
 #
 # Prompts and decode steps of a small model:
 #   memcheck of eager steps  each tensor is an allocation of its own, so that whatever runs over its end is seen
@@ -10,14 +10,15 @@
 #   memcheck of exchanges    sums, winners and gathered logits
 #   racecheck of exchanges   the same
 #
-# Steps are checked by part: a plain model, large heads, experts, weights in 4 bits. All checks of a program run at once,
-# after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported: torch tries
-# calls that may fail, and raises what matters.
+# Steps are checked by part (tests/gpu/sanitized_steps.py), by default all. All checks of a program run at once, after a
+# run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported: torch tries calls that
+# may fail, and raises what matters.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${1:-.venv/bin/python}"
 only="${2:-}"
+parts=("${@:3}")
 sanitizer="$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)"
 if [[ ! -x "$sanitizer" ]]; then
     echo "error: compute-sanitizer, a part of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin" >&2
@@ -65,13 +66,17 @@ if [[ "$only" != steps ]]; then
 fi
 if [[ "$only" != exchanges ]]; then
     program=tests.gpu.sanitized_steps
-    parts=(plain large-heads experts four-bit)
+    if [[ "${#parts[@]}" -eq 0 ]]; then
+        parts=(plain large-heads experts four-bit four-bit-experts four-bit-prompts)
+    fi
     for how in "" --eager; do
         "$python" -m "$program" $how "${parts[@]}"
     done
     for part in "${parts[@]}"; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of eager steps, $part" memcheck "$program" --eager "$part"
-        watch "memcheck of graphs, $part" memcheck "$program" "$part"
+        if [[ "$part" != four-bit-prompts ]]; then
+            watch "memcheck of graphs, $part" memcheck "$program" "$part"
+        fi
         if [[ "$part" != large-heads ]]; then
             watch "racecheck, $part" racecheck "$program" --eager "$part"
         fi
