@@ -261,7 +261,7 @@ def walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return a tile's sums over a part of the columns, float32 [rows, BLOCK_M]. Awaits the previous kernel once the
     first weights are asked for. m_offset, m_is_real: of each token, where its inputs begin in x, and whether it has
-    any; in `tokens_layout`. UNROLL: of few groups, so that nothing is asked for again after the last ones."""
+    any; in `tokens_layout`. UNROLL: of few groups, so that each step is code of its own."""
     MMA: gl.constexpr = mma_layout(SHARES, WARPS)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     W: gl.constexpr = words_layout(SHARES, NUM_BLOCKS, WARPS)
@@ -299,19 +299,25 @@ def walk(  # type: ignore[no-untyped-def]
     is_token = gl.expand_dims(gl.expand_dims(m_is_real, 0), 1) & (k < 128) & (share >= 0)
     x_next = _load_tokens(x_at + x_begin * _COLUMNS, is_token, FORMAT)
     acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
+    APART: gl.constexpr = UNROLL or is_last_apart(FORMAT, BLOCK_M)
+    MORE: gl.constexpr = (STEPS - APART) * AHEAD
     if UNROLL:
-        for step in gl.static_range(0, STEPS * AHEAD, AHEAD):
-            acc, x_next, w_next, s_next, z_next = _step(
-                acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA,
-                step + AHEAD >= STEPS * AHEAD,
-            )  # fmt: skip
-    else:
-        for step in range(0, STEPS * AHEAD, AHEAD):
+        for step in gl.static_range(0, MORE, AHEAD):
             acc, x_next, w_next, s_next, z_next = _step(
                 acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
                 scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, False,
             )  # fmt: skip
+    else:
+        for step in range(0, MORE, AHEAD):
+            acc, x_next, w_next, s_next, z_next = _step(
+                acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, False,
+            )  # fmt: skip
+    if APART:
+        acc, x_next, w_next, s_next, z_next = _step(
+            acc, x_next, w_next, s_next, z_next, MORE, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
+            scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, True,
+        )  # fmt: skip
     acc_OM = gl.sum(acc, axis=0)
     if FORMAT == "e2m1":
         o = index_along(NUM_BLOCKS * 8, 0, 2, gl.SliceLayout(0, MMA))
@@ -378,6 +384,13 @@ def _load_scales(at, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.constexpr_function
 def has_zeros(format: str) -> bool:
     return "zeros" in format
+
+
+@gluon.constexpr_function
+def is_last_apart(format: str, block_m: int) -> bool:
+    """Whether the loop's last step is code of its own, which asks for nothing again: not where the compiler then lacks
+    registers."""
+    return "by 32" not in format and not ("zeros" in format and block_m == 32)
 
 
 @gluon.constexpr_function
