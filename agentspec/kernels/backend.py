@@ -132,6 +132,11 @@ class Backend(Protocol):
         result. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
         (group.py)."""
 
+    def add_ffn(
+        self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
+    ) -> Tensor:
+        """residual + `norm_swiglu` of the residual times down^T: [N, H]. As `add_linear`."""
+
     def add_experts(
         self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:

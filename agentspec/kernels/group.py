@@ -128,6 +128,11 @@ class _Grouped:
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
         return self._add_partial(residual_NH, self._ops.linear(x_NO, weight_HO), next_norm)
 
+    def add_ffn(
+        self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
+    ) -> Tensor:
+        return self.add_linear(residual_NH, self._ops.norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
+
     def add_experts(
         self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:

@@ -83,6 +83,4 @@ class SwiGLU:
 
     def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
         """x plus the block's output on the normed x."""
-        return self._ops.add_linear(
-            x_NH, self._ops.norm_swiglu(x_NH, norm, self.gate_up_proj), self.down_proj, next_norm
-        )
+        return self._ops.add_ffn(x_NH, norm, self.gate_up_proj, self.down_proj, next_norm)

@@ -4,6 +4,7 @@ backend.Backend."""
 from agentspec.kernels.reference.copies import append_text, draft_copies
 from agentspec.kernels.reference.fused import (
     add_experts,
+    add_ffn,
     add_linear,
     argmax,
     attention_prefill,
@@ -29,6 +30,7 @@ from agentspec.kernels.reference.window import commit_window, force_acceptance, 
 
 __all__ = [
     "add_experts",
+    "add_ffn",
     "add_linear",
     "append_text",
     "argmax",

@@ -53,6 +53,12 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: 
     return residual_NH + linear(x_NO, weight_HO)
 
 
+def add_ffn(
+    residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
+) -> Tensor:
+    return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI)
+
+
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
     return residual_NH + expert_sum(residual_NH, norm, weights)
 

@@ -9,6 +9,7 @@ from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.gated_delta_ring import gated_delta_ring_step
 from agentspec.kernels.triton.hidden import fold_hidden, save_hidden
 from agentspec.kernels.triton.linear_layers import (
+    add_ffn,
     add_linear,
     draft_argmax,
     draft_best,
@@ -25,6 +26,7 @@ from agentspec.kernels.triton.window import commit_window, force_acceptance, ope
 
 __all__ = [
     "add_experts",
+    "add_ffn",
     "add_linear",
     "append_text",
     "argmax",

@@ -12,6 +12,8 @@ width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import triton
 from torch import Tensor
@@ -20,7 +22,9 @@ from torch.nn.functional import linear as torch_linear
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
-from agentspec.kernels.triton.fp8_prefill import prefill_linear
+from agentspec.kernels.triton.fp8_activations import ScaledTokens
+from agentspec.kernels.triton.fp8_ffn import gate_tokens, norm_tokens
+from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
 from agentspec.kernels.triton.linear_hopper import supports
@@ -52,11 +56,17 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | 
     if takes_decoded(weight_OH, x_NH):
         return decoded_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
     plan = _plan("norm_linear", x_NH, weight_OH, extra_EH)
-    return (
-        library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
-        if plan is None
-        else launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
-    )
+    if plan is not None:
+        return launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
+    if not _is_scaled(weight_OH, x_NH):
+        return library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
+    num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
+    out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
+    normed_NH = None if extra_EH is None else torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+    multiply_scaled(norm_tokens(x_NH, norm, normed_NH), weight_OH, out[:, :num_outputs])
+    if extra_EH is not None and normed_NH is not None:
+        torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
+    return out
 
 
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
@@ -80,6 +90,30 @@ def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
         if plan is None
         else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
     )
+
+
+def add_ffn(
+    residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
+) -> Tensor:
+    if not _is_scaled(gate_up_2IH, residual_NH) or _plan("norm_swiglu", residual_NH, gate_up_2IH) is not None:
+        return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
+    gate_up_N2I = _scaled_product(norm_tokens(residual_NH, norm), gate_up_2IH, residual_NH)
+    like_h_NI = gate_up_N2I[:, : down_HI.shape[1]]
+    if not _is_scaled(down_HI, like_h_NI) or _plan("add_linear", like_h_NI, down_HI) is not None:
+        return add_linear(residual_NH, swiglu(gate_up_N2I), down_HI, next_norm)
+    return residual_NH.add_(_scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH))
+
+
+def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
+    """Whether products of many tokens with this weight are W8A8."""
+    return isinstance(weight_OH, BlockScaled) and takes_fp8(x_NH.dtype, weight_OH)
+
+
+def _scaled_product(x: ScaledTokens, weight_OH: BlockScaled, like_NH: Tensor) -> Tensor:
+    """[N, O], as many tokens as in `like`, of its dtype."""
+    out_NO = torch.empty(len(like_NH), weight_OH.shape[0], dtype=like_NH.dtype, device=like_NH.device)
+    multiply_scaled(x, weight_OH, out_NO)
+    return out_NO
 
 
 def logits(x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentspec.kernels.backend import Norm
+from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import fp8_prefill as ours
+from agentspec.kernels.triton import linear_layers
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.fp8_ffn import gate_tokens, norm_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import BlockScaled, quantize_blocks
 from tests.fakes.compare import relative_error
 
@@ -115,3 +120,37 @@ def test_unsupported_shapes_multiply_dequantized_weights(
         relative_error(out, x.double() @ weight.dequantize().double().t())
         < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 48])
+def test_an_ffn_has_its_inputs_in_8_bits_as_by_separate_launches(num_tokens: int, device: torch.device) -> None:
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    x, norm = tokens(num_tokens, 384, 3, device, dtype), Norm(weight=randn(384, seed=4, device=device) * 0.1, eps=1e-6)
+    normed = torch.empty_like(x)
+    scaled, apart = norm_tokens(x, norm, normed), quantize_tokens(rms_norm(x, norm))
+    torch.testing.assert_close(normed, rms_norm(x, norm), rtol=2**-7, atol=0)
+    assert torch.equal(quantize_tokens(normed).values_RK.view(torch.uint8), scaled.values_RK.view(torch.uint8))
+    # The sum of a row has another order, so a value may be rounded to another neighbour.
+    difference = (from_scaled(scaled) - from_scaled(apart)).abs()
+    assert (difference <= from_scaled(apart).abs() / 7 + 1e-6).all()
+    assert (difference > 0).float().mean() < 0.01
+    assert (scaled.values_RK[num_tokens:].float() == 0).all()
+    gate_up = randn(num_tokens, 512, seed=5, device=device, dtype=dtype) * 4
+    gate_up[0, :128] = 0
+    scaled, apart = gate_tokens(gate_up), quantize_tokens(linear_layers.swiglu(gate_up))
+    assert torch.equal(scaled.values_RK.view(torch.uint8), apart.values_RK.view(torch.uint8))
+    assert torch.equal(scaled.scales_GR, apart.scales_GR)
+
+
+def test_an_ffn_in_8_bits_matches_its_parts(device: torch.device) -> None:
+    """Of so many tokens that the library multiplies them."""
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    x, norm = (
+        randn(300, 512, seed=3, device=device, dtype=dtype),
+        Norm(weight=randn(512, seed=4, device=device) * 0.02 - 0.9, eps=1e-6),
+    )
+    gate_up, down = block_scaled(1024, 512, 5, device), block_scaled(512, 512, 6, device)
+    expected = linear_layers.add_linear(x.clone(), linear_layers.norm_swiglu(x, norm, gate_up), down)
+    assert relative_error(linear_layers.add_ffn(x.clone(), norm, gate_up, down), expected) < 2e-2
+    exact = reference.add_ffn(x.float(), norm, gate_up, down)
+    assert relative_error(linear_layers.add_ffn(x.clone(), norm, gate_up, down), exact) < 6e-2
