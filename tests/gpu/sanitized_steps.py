@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -209,7 +210,7 @@ def _four_bit_prompts(folder: Path, device: torch.device, graphs: bool) -> tuple
     return [], []
 
 
-PARTS = {
+PARTS: dict[str, Callable[[Path, torch.device, bool], tuple[Tokens, Tokens]]] = {
     "plain": _plain,
     "large-heads": _large_heads,
     "experts": _experts,
