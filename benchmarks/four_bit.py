@@ -153,7 +153,16 @@ def candidates(chosen: FourBitPlan, shape: tuple[int, int], *, is_swiglu: bool) 
         for split, far in itertools.product((1,) if is_swiglu else splits_of(shape[1] // 128), (0, 4)):
             programs = shape[0] // block_o * split * warps
             if 1000 <= programs <= 12000 and split * shares <= shape[1] // 128:
-                yield replace(chosen, block_o=block_o, ahead=ahead, warps=warps, shares=shares, split=split, far=far)
+                yield replace(
+                    chosen,
+                    block_o=block_o,
+                    ahead=ahead,
+                    warps=warps,
+                    shares=shares,
+                    split=split,
+                    far=far,
+                    max_registers=None,
+                )
 
 
 def splits_of(num_groups: int) -> list[int]:

@@ -23,7 +23,6 @@ def _case(
     is_swiglu: bool = False,
     is_head: bool = False,
     target: int = HOPPER,
-    stack_bytes: int = 0,
 ) -> CompileCase:
     plan = four_bit_layers.plan_for(num_outputs, depth, num_tokens, is_float=form == "e2m1")
     is_float, is_split = form == "e2m1", plan.split > 1
@@ -59,9 +58,10 @@ def _case(
             "WARPS": plan.warps,
         },
         num_warps=plan.warps,
+        max_registers=plan.max_registers,
         multiples_of_16=("out_stride", "x_stride", "num_outputs"),
         # Two loads of 8 bytes in every round of the loop. Not tuned yet.
-        stack_bytes=16 if "by 32" in form and num_tokens > 16 else stack_bytes,
+        stack_bytes=16 if "by 32" in form and num_tokens > 16 else 0,
         instructions=("mma.sync.aligned.m16n8k16", "ld.global.cg.v4"),
     )
 
@@ -216,9 +216,7 @@ CASES = [
         )
     ),
     *(_case("int4", *size, 4) for size in ((16384, 5120), (5120, 6144), (12288, 2560), (2560, 9216))),
-    # Triton 3.9 keeps four words there, one of them read in each of five rounds, to fit six programs. Triton 3.6 keeps
-    # none: it was measured, and is 8 % faster with the last round apart.
-    _case("int4", 18432, 2560, 4, is_swiglu=True, stack_bytes=16),
+    _case("int4", 18432, 2560, 4, is_swiglu=True),
     _case("e2m1", 248320, 2048, 4, is_head=True),
     _case("e2m1", 248320, 5120, 32, is_head=True),
     *map(_expand, _FORMATS),

@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentspec.kernels.triton import fp8_activations, fp8_ffn
 from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase
 
-CASES = [
-    CompileCase(
-        name="tokens to fp8",
+
+def _case(name: str, kernel: Any, signature: dict[str, str], constexprs: dict[str, int], **options: Any) -> CompileCase:
+    """signature: besides the results."""
+    sizes = ("x_stride", "num_rows", "depth", "width")
+    return CompileCase(
+        name=name,
         targets=tuple(target for target in EVERYWHERE if target >= 89),
-        kernel=fp8_activations._quantize_kernel,
-        signature={
-            "values_ptr": "*fp8e4nv",
-            "scales_ptr": "*fp32",
-            "x_ptr": "*bf16",
-            "x_stride": "i32",
-            "num_tokens": "i32",
-            "num_rows": "i32",
-            "depth": "i32",
-        },
-        constexprs={"BLOCK_R": 32},
-        multiples_of_16=("x_stride", "num_rows", "depth"),
+        kernel=kernel,
+        signature={"values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", **signature},
+        constexprs=constexprs,
+        multiples_of_16=tuple(size for size in sizes if size in signature),
         instructions=("cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4"),
+        **options,
+    )
+
+
+CASES = [
+    _case(
+        "tokens to fp8",
+        fp8_activations._quantize_kernel,
+        {"x_ptr": "*bf16", **dict.fromkeys(("x_stride", "num_tokens", "num_rows", "depth"), "i32")},
+        {"BLOCK_R": 32},
     ),
-    CompileCase(
-        name="normed tokens to fp8",
-        targets=tuple(target for target in EVERYWHERE if target >= 89),
-        kernel=fp8_ffn.norm_tokens_kernel,
-        signature={
-            "values_ptr": "*fp8e4nv",
-            "scales_ptr": "*fp32",
-            **dict.fromkeys(("x_ptr", "normed_ptr"), "*bf16"),
-            "weight_ptr": "*bf16",
+    _case(
+        "normed tokens to fp8",
+        fp8_ffn.norm_tokens_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "normed_ptr", "weight_ptr"), "*bf16"),
             **dict.fromkeys(("x_stride", "num_tokens", "num_rows"), "i32"),
             "eps": "fp32",
         },
-        constexprs={"GROUPS": 40, "BLOCK_G": 64},
+        {"GROUPS": 40, "BLOCK_G": 64},
         num_warps=16,
-        multiples_of_16=("x_stride", "num_rows"),
-        instructions=("cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4"),
     ),
-    CompileCase(
-        name="gated tokens to fp8",
-        targets=tuple(target for target in EVERYWHERE if target >= 89),
-        kernel=fp8_ffn.gate_tokens_kernel,
-        signature={
-            "values_ptr": "*fp8e4nv",
-            "scales_ptr": "*fp32",
-            "gate_up_ptr": "*bf16",
-            **dict.fromkeys(("num_tokens", "num_rows", "width"), "i32"),
-        },
-        constexprs={"BLOCK_R": 32},
-        multiples_of_16=("num_rows", "width"),
-        instructions=("cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4"),
+    _case(
+        "gated tokens to fp8",
+        fp8_ffn.gate_tokens_kernel,
+        {"gate_up_ptr": "*bf16", **dict.fromkeys(("num_tokens", "num_rows", "width"), "i32")},
+        {"BLOCK_R": 32},
     ),
 ]
