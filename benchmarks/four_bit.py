@@ -122,7 +122,7 @@ Job = TypeVar("Job", bound=tuple[object, object])
 def walk_plan(cell: Cell) -> FourBitPlan:
     """Of linear_four_bit.py."""
     name, form, num_tokens = cell
-    return plan_for(*SHAPES[name], num_tokens, is_float=form == "nvfp4")
+    return plan_for(*SHAPES[name], num_tokens, FORMS[form].format)
 
 
 def chosen_plan(cell: Cell, sm_count: int) -> AnyPlan:

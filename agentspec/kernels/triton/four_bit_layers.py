@@ -64,22 +64,28 @@ class FourBitPlan:
     split: int = 1
     far: int = 0
     max_registers: int | None = None
-    """Of a lane; None: as the compiler chooses. Given where that of Triton 3.9 keeps to 80, for one program more at a
-    time, and has to store values to local memory."""
+    """Of a lane; None: as the compiler chooses. Given where it chooses so many that not all programs run at a time, or
+    so few that it has to store values to local memory."""
 
 
+_TEN_AT_A_TIME = None if triton.__version__.startswith("3.6.") else 96
+"""Registers with which an H100's multiprocessor holds ten programs of two warps. Triton 3.6 chooses as many by itself,
+and its code is then 4 % faster than with the same number as a limit."""
 _MEASURED = {
-    (34816, 5120): FourBitPlan(block_o=16, block_m=8, ahead=1),
-    (16384, 5120): FourBitPlan(block_o=32, block_m=8, ahead=1, far=4),
-    (5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=1, warps=2, shares=1, split=12),
-    (18432, 2560): FourBitPlan(block_o=32, block_m=8, ahead=2, shares=2, far=4, max_registers=96),
+    ("int4", 34816, 5120): FourBitPlan(block_o=16, block_m=8, ahead=1),
+    ("int4", 16384, 5120): FourBitPlan(block_o=32, block_m=8, ahead=1, far=4),
+    ("int4", 5120, 17408): FourBitPlan(
+        block_o=32, block_m=8, ahead=2, warps=2, shares=1, split=8, max_registers=_TEN_AT_A_TIME
+    ),
+    ("int4 zeros", 5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, split=8, max_registers=96),
+    ("int4 by 32", 5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, split=8, max_registers=96),
+    ("int4 zeros by 32", 5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=2, split=6),
+    ("int4", 18432, 2560): FourBitPlan(block_o=32, block_m=8, ahead=2, shares=2, far=4, max_registers=96),
+    ("e2m1", 34816, 5120): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1),
+    ("e2m1", 5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, split=8),
 }
-_MEASURED_E2M1 = {
-    (34816, 5120): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1),
-    (5120, 17408): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, split=8),
-}
-"""By (O, K): integers, and e2m1, of up to 8 tokens, where this is more than some 4 % faster than what the rule says.
-Measured on an H100 with `python -m benchmarks.four_bit --sweep`."""
+"""By (FourBitForm.format, O, K), those of int4 for all integers without their own: of up to 8 tokens, where this is
+more than some 4 % faster than what the rule says. Measured on an H100 with `python -m benchmarks.four_bit --sweep`."""
 
 
 _HOPPER_TOKENS = 17
@@ -113,11 +119,14 @@ def hopper_plan_for(
     )
 
 
-def plan_for(num_outputs: int, depth: int, num_tokens: int, *, is_float: bool) -> FourBitPlan:
-    """num_outputs: of gate and up together. Of more tokens than the widest block has, several programs read the same
-    weights."""
+def plan_for(num_outputs: int, depth: int, num_tokens: int, format: str) -> FourBitPlan:
+    """num_outputs: of gate and up together. format: FourBitForm.format. Of more tokens than the widest block has,
+    several programs read the same weights."""
     block_m = next((size for size in _BLOCK_M if size >= num_tokens), _BLOCK_M[-1])
-    measured = (_MEASURED_E2M1 if is_float else _MEASURED).get((num_outputs, depth))
+    is_float = format == "e2m1"
+    measured = _MEASURED.get((format, num_outputs, depth))
+    if measured is None and not is_float:
+        measured = _MEASURED.get(("int4", num_outputs, depth))
     if measured is not None and block_m == 8:
         return measured
     block_o = 16 if block_m == 8 or num_outputs % 32 else 32
@@ -175,7 +184,7 @@ def decoded_product(
     if hopper is not None:
         linear_hopper.launch_four_bit(hopper, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
     elif num_tokens:
-        plan = plan_for(weight_OK.shape[0], depth, num_tokens, is_float=weight_OK.form.kind == "e2m1")
+        plan = plan_for(weight_OK.shape[0], depth, num_tokens, weight_OK.form.format)
         launch_product(plan, x_NK, weight_OK, out, residual_NO, is_swiglu=is_swiglu)
     return out
 
@@ -187,7 +196,7 @@ def four_bit_logits(x_NK: Tensor, weight_VK: FourBitTiles, num_real: int) -> Ten
     if not (INTERPRETED or x_NK.dtype == torch.bfloat16):
         torch.mm(x_NK.float(), expanded(weight_VK, torch.float32).t(), out=out)
     elif num_tokens:
-        plan = plan_for(num_rows, depth, num_tokens, is_float=weight_VK.form.kind == "e2m1")
+        plan = plan_for(num_rows, depth, num_tokens, weight_VK.form.format)
         launch_product(plan, x_NK, weight_VK, out)
     out[:, num_real:] = -torch.inf
     return out

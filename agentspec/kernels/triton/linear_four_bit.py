@@ -266,8 +266,11 @@ def walk(  # type: ignore[no-untyped-def]
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     W: gl.constexpr = words_layout(SHARES, NUM_BLOCKS, WARPS)
     PARTS: gl.constexpr = SPLIT * SHARES
-    EVEN: gl.constexpr = GROUPS % (PARTS * AHEAD) == 0
-    STEPS: gl.constexpr = ((GROUPS + PARTS - 1) // PARTS + AHEAD - 1) // AHEAD
+    APART: gl.constexpr = UNROLL or is_last_apart(FORMAT, BLOCK_M)
+    EVEN: gl.constexpr = GROUPS % (PARTS * (1 if APART else AHEAD)) == 0
+    MOST: gl.constexpr = (GROUPS + PARTS - 1) // PARTS
+    STEPS: gl.constexpr = (MOST + AHEAD - 1) // AHEAD
+    LAST: gl.constexpr = MOST - (STEPS - 1) * AHEAD if EVEN else AHEAD
     SCALES: gl.constexpr = scales_of(FORMAT)
 
     block = block_of_tile(tile, index_along(NUM_BLOCKS, 1, 5, W), num_outputs, NUM_BLOCKS, SWIGLU)
@@ -287,10 +290,10 @@ def walk(  # type: ignore[no-untyped-def]
         zero_at = zeros + (block * (GROUPS * SCALES) + g * sums_of(FORMAT) + t * 0 + i * (sums_of(FORMAT) // 4))
     w_next, s_next, z_next = (), (), ()
     for n in gl.static_range(AHEAD):
-        w_next += (gl.load(word_at + _group(w_begin, n, w_end, EVEN) * _WORDS, cache_modifier=".cg"),)
-        s_next += _load_scales(scale_at + _group(s_begin, n, s_end, EVEN) * SCALES, FORMAT)
+        w_next += (gl.load(word_at + _group(w_begin, n, w_end, EVEN and n < MOST) * _WORDS, cache_modifier=".cg"),)
+        s_next += _load_scales(scale_at + _group(s_begin, n, s_end, EVEN and n < MOST) * SCALES, FORMAT)
         if has_zeros(FORMAT):
-            z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN) * SCALES),)
+            z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN and n < MOST) * SCALES),)
     _await_previous(PDL)
 
     share, k = part * SHARES + index_along(SHARES, 0, 3, B), index_along(128 // sums_of(FORMAT), 1, 3, B)
@@ -299,24 +302,23 @@ def walk(  # type: ignore[no-untyped-def]
     is_token = gl.expand_dims(gl.expand_dims(m_is_real, 0), 1) & (k < 128) & (share >= 0)
     x_next = _load_tokens(x_at + x_begin * _COLUMNS, is_token, FORMAT)
     acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
-    APART: gl.constexpr = UNROLL or is_last_apart(FORMAT, BLOCK_M)
     MORE: gl.constexpr = (STEPS - APART) * AHEAD
     if UNROLL:
         for step in gl.static_range(0, MORE, AHEAD):
             acc, x_next, w_next, s_next, z_next = _step(
                 acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, False,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, False,
             )  # fmt: skip
     else:
         for step in range(0, MORE, AHEAD):
             acc, x_next, w_next, s_next, z_next = _step(
                 acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, False,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, False,
             )  # fmt: skip
     if APART:
         acc, x_next, w_next, s_next, z_next = _step(
             acc, x_next, w_next, s_next, z_next, MORE, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-            scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, MMA, True,
+            scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, True,
         )  # fmt: skip
     acc_OM = gl.sum(acc, axis=0)
     if FORMAT == "e2m1":
@@ -330,22 +332,26 @@ def walk(  # type: ignore[no-untyped-def]
 def _step(  # type: ignore[no-untyped-def]
     acc, x_next, w_now, s_now, z_now, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end, scale_at, s_begin,
     s_end, zero_at, FORMAT: gl.constexpr, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
-    AHEAD: gl.constexpr, EVEN: gl.constexpr, MMA: gl.constexpr, IS_LAST: gl.constexpr
+    AHEAD: gl.constexpr, EVEN: gl.constexpr, LAST: gl.constexpr, MMA: gl.constexpr,
+    IS_LAST: gl.constexpr
 ):  # fmt: skip
-    """Multiply AHEAD groups, and ask for the next ones unless these are the last. Return (acc, x, words, scales, zero
-    points), those of the next step."""
+    """Multiply AHEAD groups, and ask for the next ones, or the LAST ones. EVEN: as many as every share has. Return
+    (acc, x, words, scales, zero points), those of the next step."""
+    IN: gl.constexpr = EVEN and is_last_apart(FORMAT, BLOCK_M)
     w_next, s_next, z_next = (), (), ()
-    for n in gl.static_range(AHEAD):
+    for n in gl.static_range(LAST if IS_LAST else AHEAD):
         x_now, later = x_next, step + AHEAD + n
-        if not IS_LAST or n + 1 < AHEAD:
+        if not IS_LAST or n + 1 < LAST:
             is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
-            x_next = _load_tokens(x_at + _group(x_begin, step + n + 1, x_end, False) * _COLUMNS, is_in, FORMAT)
+            x_next = _load_tokens(x_at + _group(x_begin, step + n + 1, x_end, IN) * _COLUMNS, is_in, FORMAT)
         if has_zeros(FORMAT):
             parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
         else:
             parts = _decoded(w_now[n], s_now[n], None, FORMAT)
         if not IS_LAST:
-            w_next += (gl.load(word_at + _group(w_begin, later, w_end, False) * _WORDS, cache_modifier=".cg"),)
+            w_next += (
+                gl.load(word_at + _group(w_begin, later, w_end, IN and n < LAST) * _WORDS, cache_modifier=".cg"),
+            )
         if FORMAT == "e2m1":
             acc = mma_v2(_operand(parts, SHARES, NUM_BLOCKS, MMA), x_now[0], acc)
         else:
@@ -357,9 +363,11 @@ def _step(  # type: ignore[no-untyped-def]
                 group_sum = mma_v2(operands[i], x_now[i], zero)
                 acc = gl.fma(group_sum, s_now[n * sums_of(FORMAT) + i].to(gl.float32), acc)
         if not IS_LAST:
-            s_next += _load_scales(scale_at + _group(s_begin, later, s_end, False) * scales_of(FORMAT), FORMAT)
+            s_next += _load_scales(
+                scale_at + _group(s_begin, later, s_end, IN and n < LAST) * scales_of(FORMAT), FORMAT
+            )
             if has_zeros(FORMAT):
-                z_next += (gl.load(zero_at + _group(w_begin, later, w_end, False) * scales_of(FORMAT)),)
+                z_next += (gl.load(zero_at + _group(w_begin, later, w_end, IN and n < LAST) * scales_of(FORMAT)),)
     return acc, x_next, w_next, s_next, z_next
 
 

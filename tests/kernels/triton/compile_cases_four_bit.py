@@ -24,7 +24,7 @@ def _case(
     is_head: bool = False,
     target: int = HOPPER,
 ) -> CompileCase:
-    plan = four_bit_layers.plan_for(num_outputs, depth, num_tokens, is_float=form == "e2m1")
+    plan = four_bit_layers.plan_for(num_outputs, depth, num_tokens, form)
     is_float, is_split = form == "e2m1", plan.split > 1
     signature = {
         **dict.fromkeys(("out", "x"), "*bf16"),

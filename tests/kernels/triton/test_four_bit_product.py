@@ -33,6 +33,7 @@ PLANS = (
     FourBitPlan(block_o=16, block_m=8, ahead=2, warps=4, shares=4, far=1),
     FourBitPlan(block_o=32, block_m=8, ahead=2, warps=4, shares=2, split=2),
     FourBitPlan(block_o=64, block_m=8, ahead=4, warps=4, shares=1, split=3, far=2),
+    FourBitPlan(block_o=32, block_m=8, ahead=2, warps=2, shares=1, split=3),
     FourBitPlan(block_o=32, block_m=16, ahead=1, warps=4, shares=4),
     FourBitPlan(block_o=32, block_m=32, ahead=1, warps=8, shares=4, split=2),
 )
@@ -58,14 +59,17 @@ def assert_near(got: Tensor, expected: Tensor, note: object, tolerance: float = 
 
 
 @pytest.mark.parametrize(
-    ("form", "plan"), [(form, plan) for form in FORMS for plan in (PLANS if form.group != 32 else PLANS[2::3])], ids=str
+    ("form", "plan"),
+    [(form, plan) for form in FORMS for plan in (PLANS if form.group != 32 else (PLANS[2], *PLANS[4::2]))],
+    ids=str,
 )
 def test_products_match_reference(form: FourBitForm, plan: FourBitPlan, device: torch.device) -> None:
-    """Twice: what the first call left must not matter."""
-    groups = 5 if plan.split * plan.shares <= 5 else 9
-    for seed, num_tokens in enumerate((1, plan.block_m - 1, plan.block_m + 3)):
+    """Twice: what the first call left must not matter. Shares have as many groups or not, and more than are loaded
+    ahead or fewer."""
+    few = 5 if plan.split * plan.shares <= 5 else 9
+    for seed, (num_tokens, groups) in enumerate(((1, 9), (plan.block_m - 1, few), (plan.block_m + 3, 12))):
         shape = (2 * plan.block_o, 128 * groups)
-        print(f"seed {seed}, {num_tokens} tokens")
+        print(f"seed {seed}, {num_tokens} tokens, {groups} groups")
         x, weight = operands(form, num_tokens, shape, seed, device)
         residual = torch.randn(num_tokens, shape[0], dtype=DTYPE, device=device)
         exact = x.double() @ weight.dequantize(torch.float64).t()
@@ -161,8 +165,8 @@ def test_every_plan_divides_its_weight() -> None:
     for num_outputs in (16, 48, 512, 2560, 5120, 16384, 34816):
         for depth in (128, 256, 384, 512, 2560, 5120, 17408):
             for num_tokens in (1, 4, 8, 9, 17, 33, 128):
-                for is_float in (False, True):
-                    plan = plan_for(num_outputs, depth, num_tokens, is_float=is_float)
+                for format in ("int4", "int4 zeros by 32", "e2m1"):
+                    plan = plan_for(num_outputs, depth, num_tokens, format)
                     assert num_outputs % plan.block_o == 0
                     assert plan.split * plan.shares <= depth // 128
                     assert plan.shares <= plan.warps <= plan.shares * plan.block_o // 16
