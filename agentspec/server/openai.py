@@ -27,7 +27,7 @@ from agentspec.server.sampling_fields import SamplingFields
 from agentspec.server.tables.chat import CHAT
 from agentspec.server.tables.completions import COMPLETIONS
 from agentspec.text.constraints import OutputForm, ToolDemand
-from agentspec.types import SamplingParams
+from agentspec.types import SamplingParams, tokens
 
 MAX_CHOICES = 128
 """OpenAI's limit of `n`."""
@@ -270,7 +270,7 @@ def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
 
 
 def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest:
-    """Check a decoded JSON body, like `parse_chat`."""
+    """Check a decoded JSON body, like `parse_chat`. Checked token ids become arrays."""
     request = read(body, CompletionRequest, COMPLETIONS, notes or Notes(), required=("model", "prompt"))
     prompts = request.prompts()
     _check_common(request)
@@ -284,7 +284,19 @@ def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest
         raise RequestError(
             "breakpoints", msgspec.to_builtins(request.breakpoints), "belong to one prompt, and there are several"
         )
-    return request
+    if isinstance(request.prompt, str):
+        return request
+    return msgspec.structs.replace(request, prompt=[_packed(prompt) for prompt in prompts])
+
+
+def _packed(prompt: str | Sequence[int]) -> str | Sequence[int]:
+    """Ids as an array, which nobody checks again; those that it can't hold stay a list, and the engine refuses them."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return tokens(prompt)
+    except OverflowError:
+        return prompt
 
 
 def _are_ids(given: list[Any]) -> bool:

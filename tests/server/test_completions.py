@@ -198,7 +198,7 @@ def test_choices_of_several_prompts_are_ordered_by_prompt(connect: Connect) -> N
     body = {"prompt": [[1], [2]], "n": 2, "best_of": 2, "seed": 7, "stop": ["x"]}
     engine = ScriptedEngine(*([*said(word), ended()] for word in "abcd"))
     answer = post(connect, engine, body).json()
-    assert [(submit.prompt_ids, submit.sampling.seed) for submit in engine.submits] == [
+    assert [(list(submit.prompt_ids), submit.sampling.seed) for submit in engine.submits] == [
         ([1], 7),
         ([1], 8),
         ([2], 7),

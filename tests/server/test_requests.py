@@ -14,6 +14,7 @@ from agentspec.server.tables.chat import CHAT as CHAT_TABLE
 from agentspec.server.tables.completions import COMPLETIONS
 from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.text.messages import normalise
+from agentspec.types import tokens
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -343,9 +344,17 @@ def test_chat_logprobs_fields_set_num_top(extra: dict[str, Any], num_top: int | 
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+    [
+        ("a", ["a"]),
+        ([1, 2], [tokens([1, 2])]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [tokens([1]), tokens([2, 3])]),
+        (["a", [1]], ["a", tokens([1])]),
+        ([2**31], [[2**31]]),
+    ],
 )
 def test_prompt_forms_are_accepted(prompt: Any, expected: list[Any]) -> None:
+    """Ids become arrays, but for those that no model has, which the engine refuses."""
     assert parse_completion({**COMPLETION, "prompt": prompt}).prompts() == expected
 
 
