@@ -335,8 +335,8 @@ def _step(  # type: ignore[no-untyped-def]
     AHEAD: gl.constexpr, EVEN: gl.constexpr, LAST: gl.constexpr, MMA: gl.constexpr,
     IS_LAST: gl.constexpr
 ):  # fmt: skip
-    """Multiply AHEAD groups, and ask for the next ones, or the LAST ones. EVEN: as many as every share has. Return
-    (acc, x, words, scales, zero points), those of the next step."""
+    """Multiply AHEAD groups and ask for the next ones, or multiply the LAST ones. EVEN: all shares have as many groups,
+    so none past a share's end is needed. Return (acc, x, words, scales, zero points), those of the next step."""
     IN: gl.constexpr = EVEN and is_last_apart(FORMAT, BLOCK_M)
     w_next, s_next, z_next = (), (), ()
     for n in gl.static_range(LAST if IS_LAST else AHEAD):
