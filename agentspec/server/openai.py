@@ -291,7 +291,7 @@ def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest
 
 def _packed(prompt: str | Sequence[int]) -> str | Sequence[int]:
     """Ids as an array, which nobody checks again; those that it can't hold stay a list, and the engine refuses them."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | array):
         return prompt
     try:
         return tokens(prompt)

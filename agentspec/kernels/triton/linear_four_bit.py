@@ -267,6 +267,7 @@ def walk(  # type: ignore[no-untyped-def]
     W: gl.constexpr = words_layout(SHARES, NUM_BLOCKS, WARPS)
     PARTS: gl.constexpr = SPLIT * SHARES
     APART: gl.constexpr = UNROLL or is_last_apart(FORMAT, BLOCK_M)
+    # Whether every share has MOST groups, and no step multiplies others.
     EVEN: gl.constexpr = GROUPS % (PARTS * (1 if APART else AHEAD)) == 0
     MOST: gl.constexpr = (GROUPS + PARTS - 1) // PARTS
     STEPS: gl.constexpr = (MOST + AHEAD - 1) // AHEAD
