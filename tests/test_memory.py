@@ -196,7 +196,7 @@ def test_engine_flags_change_the_plan(capsys: pytest.CaptureFixture[str], tmp_pa
         (
             "27B",
             48,
-            "6.54 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weights",
+            "6.60 GiB are missing; `agentspec quantize` makes what would fit: --to fp8 with 27.9 GiB of weights",
         ),
         ("27B", 32, "--to mixed4 with 19.0 GiB of weights, --to int4 with 16.9 GiB of weights\n"),
         ("27B", 21, "would fit: --to int4 with 16.9 GiB of weights\n"),

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,17 @@ from agentspec.runtime.decode_step import (
     verify_batch,
 )
 from agentspec.runtime.forcing import Forcing
-from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
+from agentspec.runtime.graphs import (
+    MOST_FIRST,
+    STAGE,
+    GraphKey,
+    GraphReport,
+    Recorder,
+    StepGraphs,
+    batch_sizes,
+    graph_keys,
+)
+from agentspec.runtime.moments import Moment, is_past, moment_on, seconds_between, wait_for
 from agentspec.runtime.plan import SlotJoin, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
 from agentspec.runtime.prefill_graphs import (
@@ -52,9 +62,6 @@ from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.runtime.step_results import SlotResults, score_result, to_host
 from agentspec.types import DraftSource, Progress, RingShape, most_drafts, no_progress
-
-Moment: TypeAlias = float | torch.cuda.Event
-"""A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +210,10 @@ class ModelExecutor:
         recordings = list(dict.fromkeys([*soon, *of_prompts.values(), *graphs.rides.recordings(), *of_steps.values()]))
         now = recordings
         if early:
-            now = [next(record for key, record in deepest.items() if key.batch_size == 1), short[CHUNK_SIZES[0]]]
+            now = [
+                *(record for key, record in deepest.items() if key.batch_size == 1 and key.sampled),
+                short[CHUNK_SIZES[0]],
+            ]
         progress(STAGE, 0, len(now))
         for num_done, record in enumerate(now, 1):
             record()
@@ -215,7 +225,8 @@ class ModelExecutor:
         return GraphReport(
             batch_sizes=batch_sizes(max_running),
             depths=tuple(depths),
-            num_graphs=len(of_steps),
+            num_graphs=sum(not key.is_first for key in of_steps),
+            num_first=sum(key.is_first for key in of_steps),
             chunk_sizes=sizes,
             num_rides=len(rides),
             num_late=len(left),
@@ -239,7 +250,7 @@ class ModelExecutor:
 
     def is_done(self, ticket: StepTicket) -> bool:
         """Whether `collect` would not wait for the device."""
-        return isinstance(ticket.done, float) or ticket.done.query()
+        return is_past(ticket.done)
 
     @torch.inference_mode()
     def rehearse(self, depths: Sequence[int]) -> None:
@@ -271,7 +282,7 @@ class ModelExecutor:
             yield partial(self._run_padding, rooms[0], batch_size, num_riding)
         # A graph's variant samples and masks, or does neither; first steps also occur with only one of the two.
         for num_slots, num_drafted, sampled in product(batch_sizes(len(self._needs_sampler)), depths, (True, False)):
-            if num_drafted > self._buffers.max_mtp_drafts:
+            if num_drafted > self._buffers.max_mtp_drafts or num_slots <= MOST_FIRST:
                 continue
             first = partial(self._step, sampled=sampled, constrained=not sampled, forward=Forward.PREFILLED)
             yield partial(first, self._slot_ids([], num_slots), num_drafted)
@@ -291,10 +302,10 @@ class ModelExecutor:
         prefill = decode = None
         rides = self._rides(plan)
         if plan.chunks:
-            started = self._now()
+            started = moment_on(self._device)
             with self._phase("ride" if rides else "prefill"):
                 chunk_scores = self._run_chunks(plan, rides=rides)
-            prefill = started, self._now()
+            prefill = started, moment_on(self._device)
         if plan.joins:
             with self._phase("join"):
                 self._join(plan.joins)
@@ -304,11 +315,11 @@ class ModelExecutor:
         if plan.first_slots:
             with self._phase("first"):
                 results.append(self._results(plan.first_slots, self._first(plan)))
-        started = done = self._now()
+        started = done = moment_on(self._device)
         if plan.decode_slots:
             with self._phase("decode"):
                 results.append(self._results(plan.decode_slots, self._decode(plan, ridden=rides)))
-            done = self._now()
+            done = moment_on(self._device)
             decode = started, done
         return StepTicket(
             prefill=prefill, rode=rides, decode=decode, done=done, results=results, chunk_scores=chunk_scores
@@ -323,17 +334,17 @@ class ModelExecutor:
                     for request_id, rows in ticket.chunk_scores.items()
                 },
             )
-            if isinstance(ticket.done, torch.cuda.Event):
-                ticket.done.synchronize()
+            wait_for(ticket.done)
             if ticket.prefill is not None:
-                outcome.prefill_seconds = _seconds_between(*ticket.prefill)
+                outcome.prefill_seconds = seconds_between(*ticket.prefill)
             if ticket.decode is not None:
-                outcome.decode_seconds = _seconds_between(*ticket.decode)
+                outcome.decode_seconds = seconds_between(*ticket.decode)
             outcome.slots = [slot for results in ticket.results for slot in results.read()]
         return outcome
 
     def _captured_step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
-        return self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled)
+        forward = Forward.PREFILLED if key.is_first else Forward.RUN
+        return self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled, forward=forward)
 
     def _run_pass(self, slot_ids_B: Tensor | None, batch: PrefillBatch, num_drafted: int = 0) -> None:
         """A prompt pass, in which the windows of `slot_ids_B` ride; None: no windows."""
@@ -396,10 +407,15 @@ class ModelExecutor:
         return stage([*slots, *[len(self._needs_sampler)] * (size - len(slots))], torch.int64, self._device)
 
     def _first(self, plan: StepPlan) -> StepResult:
-        """Run first steps. Always eager: the device is still busy with the prompt while the host launches this."""
-        slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
+        """Run first steps. Those of many slots are eager: their prompts keep the device busy while the host launches
+        this."""
         sampled, constrained = self._variant(plan, plan.first_slots)
         num_drafted = min(plan.num_drafted, self._buffers.max_mtp_drafts)  # they verify nothing
+        if self._graphs is not None and len(plan.first_slots) <= MOST_FIRST:
+            return self._graphs.steps.run(
+                plan.first_slots, num_drafted=num_drafted, sampled=sampled or constrained, is_first=True
+            )
+        slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         return self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
 
     def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
@@ -459,13 +475,6 @@ class ModelExecutor:
         """A named range in a profiler's trace of the host (NVTX); does nothing on a CPU."""
         return torch.cuda.nvtx.range(name) if self._device.type == "cuda" else nullcontext()
 
-    def _now(self) -> Moment:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _join(self, joins: Sequence[SlotJoin]) -> None:
         self._buffers.join(joins)
         if self._forcing is not None:
@@ -480,13 +489,3 @@ class ModelExecutor:
 
 def _is_scored(plan: StepPlan) -> bool:
     return any(chunk.score_top is not None for chunk in plan.chunks)
-
-
-def _seconds_between(started: Moment, done: Moment) -> float:
-    """Seconds from `started` to `done`; the device must have passed both."""
-    if isinstance(started, float):
-        assert isinstance(done, float)
-        return done - started
-    assert isinstance(done, torch.cuda.Event)
-    milliseconds: float = started.elapsed_time(done)
-    return milliseconds / 1000.0

@@ -1,5 +1,5 @@
-"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and then replayed. Also the
-recorder itself, which runtime/prefill_graphs.py uses too.
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and then replayed; and the first
+steps of few slots. Also the recorder itself, which runtime/prefill_graphs.py uses too.
 
 Owns the set of graphs, their input (slot ids) and their outputs. Knows no plans, and nothing of the step's content: it
 is given the step as a function of slot ids and key.
@@ -33,6 +33,10 @@ BYTES_A_GRAPH = 4 * 2**20
 """Memory that the driver and the pool keep for a graph of some hundred kernels, beside logits and activations.
 Measured: about 2 MiB."""
 
+MOST_FIRST = 2
+"""Slots that may join at a time for their first step to run from a graph. Behind a short prompt an eager one would be
+late: launching it takes longer than the prompt."""
+
 _LOGITS_AT_ONCE = 3
 """Tensors of the logits' size that a sampled step may hold at the same time."""
 
@@ -44,6 +48,8 @@ class GraphKey:
     sampled: bool
     """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included. A slot
     that needs none of it gets the same tokens from both variants."""
+    is_first: bool = False
+    """The step of slots that have just joined, without the forward (decode_step.Forward.PREFILLED)."""
 
 
 Step = Callable[[Tensor, GraphKey], StepResult]
@@ -137,6 +143,8 @@ class GraphReport:
     """Values of k."""
     num_graphs: int
     """Of decode steps."""
+    num_first: int = 0
+    """Graphs of first steps."""
     chunk_sizes: tuple[int, ...] = ()
     """Tokens of the graphs of prompt chunks."""
     num_rides: int = 0
@@ -152,11 +160,12 @@ class GraphReport:
         sizes, depths, chunks = (
             ", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes)
         )
+        first = f" and {self.num_first} of first steps" if self.num_first else ""
         prompts = f" and {len(self.chunk_sizes)} of prompts (up to {chunks} tokens)" if chunks else ""
         rides = f" and {self.num_rides} of prompts with windows" if self.num_rides else ""
         late = f"; {self.num_late} of them follow when nothing else is to be done" if self.num_late else ""
         return (
-            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){prompts}{rides}: "
+            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){first}{prompts}{rides}: "
             f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s{late}"
         )
 
@@ -173,7 +182,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """All decode-step graphs of an engine. Each is recorded by its first step at the latest: no step runs eagerly."""
+    """All graphs of an engine's steps. Each is recorded by its first step at the latest: no step runs eagerly."""
 
     def __init__(
         self,
@@ -199,12 +208,12 @@ class StepGraphs:
         """By key, the largest first: a function that records the graph, and does nothing if it is recorded."""
         return {key: partial(self._graph, key) for key in self._keys}
 
-    def run(self, slots: Sequence[int], *, num_drafted: int, sampled: bool) -> StepResult:
+    def run(self, slots: Sequence[int], *, num_drafted: int, sampled: bool, is_first: bool = False) -> StepResult:
         """Enqueue one step. The result has one row per slot of `slots`, and is valid until the next call.
 
         Raises KeyError for a key that the engine has no graph for."""
         size = self.batch_size(len(slots))
-        graph = self._graph(GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled))
+        graph = self._graph(GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled, is_first=is_first))
         padded = [*slots, *[self._padding_slot] * (size - len(slots))]
         if padded != graph.slot_ids:
             graph.slot_ids_B.copy_(stage(padded, torch.int64, self._device))
@@ -228,13 +237,21 @@ class StepGraphs:
 
 
 def graph_keys(max_running: int, depths: Sequence[int], *, max_mtp_drafts: int) -> list[GraphKey]:
-    """Keys of all decode-step graphs. Windows of more than max_mtp_drafts drafts have copies, and at most
-    `MAX_WIDE_ROWS` columns in all."""
-    return [
+    """Keys of all graphs of steps. Windows of more than max_mtp_drafts drafts have copies, and at most `MAX_WIDE_ROWS`
+    columns in all; first steps verify nothing, and have none."""
+    sizes = batch_sizes(max_running)
+    steps = [
         GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
-        for size, num_drafted, sampled in product(batch_sizes(max_running), depths, (True, False))
+        for size, num_drafted, sampled in product(sizes, depths, (True, False))
         if num_drafted <= max_mtp_drafts or size * (num_drafted + 1) <= MAX_WIDE_ROWS
     ]
+    first_depths = dict.fromkeys(min(num_drafted, max_mtp_drafts) for num_drafted in depths)
+    first = [
+        GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled, is_first=True)
+        for size, num_drafted, sampled in product(sizes, first_depths, (True, False))
+        if size <= MOST_FIRST
+    ]
+    return steps + first
 
 
 def batch_sizes(max_running: int) -> tuple[int, ...]:
@@ -247,5 +264,5 @@ def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int, has
     head."""
     num_columns = max_draft_tokens + 1
     num_rows = max(max_running * num_columns, MAX_WIDE_ROWS * has_copies)
-    num_graphs = 2 * len(batch_sizes(max_running)) * (num_columns + 2 * has_copies)
+    num_graphs = 2 * (len(batch_sizes(max_running)) * (num_columns + 2 * has_copies) + MOST_FIRST * num_columns)
     return _LOGITS_AT_ONCE * num_rows * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH

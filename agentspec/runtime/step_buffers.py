@@ -157,13 +157,15 @@ class StepBuffers:
         self.sampling.sampling_SF[slot_ids_J] = stage(
             _sampling_rows([join.sampling for join in joins]), torch.float32, self.device
         )
-        num_pages = self.page_table_SP.shape[1]
-        page_rows = [join.page_ids + [SCRATCH_PAGE] * (num_pages - len(join.page_ids)) for join in joins]
-        self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
+        pages_JP = np.full((len(joins), self.page_table_SP.shape[1]), SCRATCH_PAGE, np.int32)
+        for pages_P, join in zip(pages_JP, joins, strict=True):
+            pages_P[: len(join.page_ids)] = join.page_ids
+        self.page_table_SP[slot_ids_J] = stage(pages_JP, torch.int32, self.device)
         for join in joins:
             self._join_vocabulary(join)
             if self.copies is not None:
-                text = np.array([*join.prompt_ids, *join.output_ids], dtype=np.int32)
+                # Arrays of types.tokens are not copied id by id.
+                text = np.concatenate([np.asarray(ids, np.int32) for ids in (join.prompt_ids, join.output_ids)])
                 self.copies.text_SL[join.slot, : len(text)] = stage(text, torch.int32, self.device)
 
     def _slot_rows(self, joins: Sequence[SlotJoin]) -> Rows:

@@ -141,7 +141,7 @@ def test_steady_loop_waits_only_for_its_result(kind: str, driver: StepDriver, no
 def test_depth_without_graphs_raises(driver: StepDriver) -> None:
     plan = StepPlan()
     driver.plan_join(plan, 0, greedy([1, 2, 3], 50))
-    driver.step(2, plan=plan)  # the first steps are eager
+    driver.step(3, plan=plan)
     with pytest.raises(KeyError, match="num_drafted=2"):
         driver.step(2)
 

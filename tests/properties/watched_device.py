@@ -24,6 +24,7 @@ from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.shared_rows import share_rows
 from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.graphs import MOST_FIRST
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Request
@@ -137,7 +138,8 @@ class WatchedDevice:
             first_width = min(width, self._buffers.max_mtp_drafts + 1)
             if self._shares_rows(first.plan):
                 width = self._buffers.width
-            for leases, num_columns in ((first.first, first_width), (first.decoding, width)):
+            eager_first = [] if self._replays_first(first.plan) else first.first
+            for leases, num_columns in ((eager_first, first_width), (first.decoding, width)):
                 if leases:
                     first.drafting.append((leases, num_columns))
             first.ticket = self._executor.launch(first.plan)
@@ -190,6 +192,10 @@ class WatchedDevice:
             return result
 
         model.verify, model.prefill, model.mtp = watched_verify, watched_prefill, watched_mtp
+
+    def _replays_first(self, plan: StepPlan) -> bool:
+        """Whether the first steps run from a graph, in which no method of the model is called."""
+        return own_executor(self._executor)._graphs is not None and len(plan.first_slots) <= MOST_FIRST
 
     def _shares_rows(self, plan: StepPlan) -> bool:
         """Whether the windows of a step share its forward's rows."""

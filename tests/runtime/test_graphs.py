@@ -71,10 +71,11 @@ def test_each_key_is_recorded_once_on_the_padding_slot_largest_first() -> None:
     watched = Watched(max_running=5, depths=[0, 2])
     recorded = watched.record(0, 2)
     keys = [key for key, _ in recorded]
-    assert len(set(keys)) == len(keys) == 4 * 2 * 2
-    assert {(key.batch_size, key.num_drafted, key.sampled) for key in keys} == {
-        (b, k, s) for b in (1, 2, 4, 5) for k in (0, 2) for s in (False, True)
-    }
+    assert len(set(keys)) == len(keys)
+    for is_first, sizes in ((False, (1, 2, 4, 5)), (True, (1, 2))):
+        assert {(key.batch_size, key.num_drafted, key.sampled) for key in keys if key.is_first == is_first} == {
+            (b, k, s) for b in sizes for k in (0, 2) for s in (False, True)
+        }
     assert all(slots == [5] * key.batch_size for key, slots in recorded)
     num_tokens = [key.batch_size * (key.num_drafted + 1) for key in keys]
     assert num_tokens == sorted(num_tokens, reverse=True)
@@ -124,9 +125,9 @@ def test_step_with_an_unknown_key_raises(slots: list[int], num_drafted: int) -> 
 def test_report_text_lists_graphs_and_cost() -> None:
     report = GraphReport(batch_sizes=(1, 2, 3), depths=(0, 1), num_graphs=12, device_bytes=3 << 28, seconds=0.25)
     assert str(report) == "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled): 0.75 GiB, captured in 0.2 s"
-    report = replace(report, chunk_sizes=(64, 128), num_rides=2, num_late=8)
+    report = replace(report, num_first=4, chunk_sizes=(64, 128), num_rides=2, num_late=8)
     assert str(report) == (
-        "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled) "
+        "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled) and 4 of first steps "
         "and 2 of prompts (up to 64, 128 tokens) and 2 of prompts with windows: "
         "0.75 GiB, captured in 0.2 s; 8 of them follow when nothing else is to be done"
     )
@@ -181,9 +182,10 @@ def test_every_recording_is_counted() -> None:
     told: list[tuple[str, int, int]] = []
     driver = StepDriver(MODELS[0.9], max_running=3, max_draft_tokens=2)
     report = driver.executor.capture([0, 2], Replayer(), lambda *stage: told.append(stage))
-    total = report.num_graphs + len(report.chunk_sizes) + report.num_rides
+    total = report.num_graphs + report.num_first + len(report.chunk_sizes) + report.num_rides
     assert report.num_rides > 0
     assert report.num_graphs == 3 * 2 * 2
+    assert report.num_first == 2 * 2 * 2
     assert told == [("capturing graphs", done, total) for done in range(total + 1)]
 
 
@@ -195,9 +197,8 @@ def test_deferred_capture_changes_no_result(seed: int) -> None:
 
     def begin_early(executor: Any) -> None:
         report = executor.capture(range(4), Replayer(), early=True)
-        assert report.num_late == report.num_graphs + len(report.chunk_sizes) + report.num_rides - 2, (
-            "a step of one slot and a short prompt"
-        )
+        total = report.num_graphs + report.num_first + len(report.chunk_sizes) + report.num_rides
+        assert report.num_late == total - 3, "a step and a first step of one slot, and a short prompt"
         launch = executor.launch
 
         def launch_and_prepare(plan: StepPlan) -> Any:
@@ -231,9 +232,22 @@ def test_captured_executor_never_decodes_eagerly() -> None:
     driver.executor.capture([3], Replayer())
     plan = StepPlan()
     driver.plan_join(plan, 0, greedy([1, 2], 50))
-    driver.step(2, plan=plan)
+    driver.step(3, plan=plan)
     with pytest.raises(KeyError, match="num_drafted=2"):
         driver.step(2)
+
+
+@pytest.mark.parametrize(("num_joining", "num_replays"), [(1, 1), (2, 1), (3, 0)])
+def test_first_steps_of_few_slots_are_replayed(num_joining: int, num_replays: int) -> None:
+    recorder = Replayer()
+    driver = StepDriver(MODELS[0.9], max_running=3, max_draft_tokens=2)
+    driver.executor.capture([2], recorder)
+    plan = StepPlan()
+    for slot in range(num_joining):
+        driver.plan_join(plan, slot, greedy([1, 2 + slot], 50))
+    before = recorder.num_replays
+    driver.step(2, plan=plan)
+    assert recorder.num_replays - before == num_replays
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -274,7 +274,7 @@ def test_report_lists_chunk_sizes_and_cost() -> None:
     assert report.chunk_sizes == (*CHUNK_SIZES, *range(1152, 8193, 128))
     sizes = ", ".join(map(str, report.chunk_sizes))
     assert str(report).startswith(
-        "4 (batches of 1, 2; 1 drafts; greedy and sampled) "
+        "4 (batches of 1, 2; 1 drafts; greedy and sampled) and 4 of first steps "
         f"and {len(report.chunk_sizes)} of prompts (up to {sizes} tokens): 0.75 GiB, "
     )
 
