@@ -127,6 +127,7 @@ def run_real(
 
     config = EngineConfig(
         draft_tokens=settings.num_drafted,
+        copy_drafts=0,
         max_running=settings.max_running,
         prefill_budget=settings.prefill_budget,
         graphs=settings.graphs,

@@ -116,6 +116,7 @@ class PromptEngine:
         config = EngineConfig(
             tensor_parallel=model.shared.rank.count,
             draft_tokens=NUM_DRAFTS,
+            copy_drafts=0,  # streams without sense have none, and graphs for them would only take time
             force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,
             max_running=room.max_running,
             overlap=overlap,

@@ -63,6 +63,8 @@ logger = logging.getLogger("agentspec")
 CPU = torch.device("cpu")
 
 _CHECK_SECONDS = 0.2
+_PLENTY = 2**50
+"""Bytes of memory with which everything fits."""
 """How often ranks are looked after while kernels are compiled."""
 
 
@@ -206,7 +208,8 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
     refuse_device(text_config, device, rank)
     spec = limited(model_spec(model_dir, text_config, dtype, rank, fp8_pages=fp8_pages), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
-    settings = Settings.resolve(replace(config, max_running=max_running), spec, device)
+    # With any amount of memory: whatever a smaller one rules out is compiled for nothing, but nothing is missing.
+    settings = Settings.resolve(replace(config, max_running=max_running), spec, device, free=_PLENTY)
 
     def make() -> StepModel:
         fp8_drafts = drafts_in_fp8(config, device, dtype)
@@ -261,7 +264,7 @@ def build(
     counts = {} if token_counts is None else token_counts.known
     draft_ids = _choose_drafts(settings, counts, tokenizer)
     if ranks is not None:
-        ranks.build(settings.max_running, draft_ids, most_riders=most_riders, early=early, given=memory)
+        ranks.build(settings, draft_ids, most_riders=most_riders, early=early, given=memory)
     draft_vocabulary = _limit_drafts(model, draft_ids, has_counts=bool(counts))
     memory = settings.plan_memory(memory) if ranks is None else ranks.plan(partial(settings.plan_memory, memory))
     executor, copies = device_side(model, settings, memory, most_riders)
@@ -376,7 +379,9 @@ def _await_kernels(
     _await(ahead, ranks)
     max_pages = settings.max_pages(memory.max_length)
     if max_pages != settings.max_pages(limited(settings.spec, settings.config).max_context):
-        with KernelsAhead(msgspec.structs.replace(ahead.job, max_pages=max_pages), progress) as others:
+        config = replace(ahead.job.config, copy_drafts=settings.max_copies)
+        job = msgspec.structs.replace(ahead.job, config=config, max_pages=max_pages)
+        with KernelsAhead(job, progress) as others:
             _await(others, ranks)
 
 

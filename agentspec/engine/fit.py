@@ -106,7 +106,7 @@ class Needs:
     @property
     def state_per_slot(self) -> tuple[int, int]:
         """What a running request has of its own besides pages: (number of state rows, bytes of its ring)."""
-        settings = _smallest(self.config, self.spec)
+        settings = Settings.resolve(self.config, self.spec, GPU, free=_MOST_MISSING)
         ring = settings.ring
         rows = rows_of_request(settings.max_drafts, has_ring=ring is not None)
         return rows, 0 if ring is None else ring.capacity * self.spec.entry_bytes

@@ -33,6 +33,7 @@ class RankBuild(msgspec.Struct, frozen=True, kw_only=True, tag="build"):
     """The leader's settings, where they are its choice."""
 
     max_running: int
+    max_copies: int
     draft_ids: bytes | None
     """A types.tokens array for StepModel.limit_drafts; None: there are no drafts."""
     most_riders: int

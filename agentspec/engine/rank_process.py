@@ -109,7 +109,7 @@ def _follow(link: _Link, memory_fd: int, load: ModelLoader, watch: Watch) -> Non
     link.send(Here())
     model = load(start)
     build = link.receive(RankBuild)
-    config = replace(start.config, max_running=build.max_running)
+    config = replace(start.config, max_running=build.max_running, copy_drafts=build.max_copies)
     settings = Settings.resolve(config, model.spec, device, given=build.given)
     if build.draft_ids is not None:
         model.limit_drafts(ids_of(build.draft_ids))

@@ -32,6 +32,7 @@ from torch import distributed
 
 from agentspec.config import EngineConfig
 from agentspec.engine.rank_link import Broken, Built, FromRank, Here, Planned, RankBuild, RankMemory, RankStart, ToRank
+from agentspec.engine.settings import Settings
 from agentspec.errors import RankError
 from agentspec.kernels import Group, RankGroup, group_of
 from agentspec.models.shards import Rank
@@ -199,18 +200,25 @@ class Ranks:
 
     def build(
         self,
-        max_running: int,
+        settings: Settings,
         draft_ids: Sequence[int] | None,
         *,
         most_riders: int,
         early: bool,
         given: MemoryPlan | None,
     ) -> None:
-        """Have the other ranks limit their drafts and plan their memory, as this rank does next. The arguments are as
-        in RankBuild."""
+        """Have the other ranks limit their drafts and plan their memory, as this rank does next. The other
+        arguments are as in RankBuild."""
         ids = None if draft_ids is None else tokens(draft_ids).tobytes()
         self._send_all(
-            RankBuild(max_running=max_running, draft_ids=ids, most_riders=most_riders, early=early, given=given)
+            RankBuild(
+                max_running=settings.max_running,
+                max_copies=settings.max_copies,
+                draft_ids=ids,
+                most_riders=most_riders,
+                early=early,
+                given=given,
+            )
         )
 
     def plan(self, own: Callable[[], MemoryPlan]) -> MemoryPlan:

@@ -17,7 +17,14 @@ from agentspec.errors import ConfigError
 from agentspec.models.state import Rings
 from agentspec.mtp.window_policy import AdaptiveWindow, FixedWindow
 from agentspec.runtime.graphs import graph_bytes
-from agentspec.runtime.memory_plan import MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
+from agentspec.runtime.memory_plan import (
+    MemoryPlan,
+    choose_slots,
+    machine_bytes,
+    plan_host_memory,
+    plan_memory,
+    rings_bytes,
+)
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.ride import ride_graph_bytes
@@ -33,6 +40,9 @@ user."""
 
 _FEW_COPIES = 4
 """The smaller number of copies that a window may have, on average."""
+_MOST_FOR_COPIES = 1 / 8
+"""Share of the memory for rows and pages that wider rings and graphs of wide windows may take where nobody asked for
+copies."""
 
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
@@ -81,16 +91,44 @@ class Settings:
             max_copies=_max_copies(config, spec, max_draft_tokens, has_ring=has_ring),
             max_running=CPU_MAX_RUNNING if config.max_running == "auto" else config.max_running,
         )
-        if config.max_running != "auto" or device.type == "cpu" or given is not None:
+        if device.type == "cpu" or given is not None:
             return settings
+        free = free_bytes(device) if free is None else free
+        settings = settings._with_slots(free)
+        if config.copy_drafts != "auto" or not settings.max_copies:
+            return settings
+        without = replace(settings, max_copies=0)._with_slots(free)
+        return settings if settings._affords_copies(without, free) else without
+
+    def _with_slots(self, free: int) -> Self:
+        """With as many slots as memory allows, if their number is chosen automatically."""
+        if self.config.max_running != "auto":
+            return self
         num_slots = choose_slots(
-            spec,
-            lambda num_slots: replace(settings, max_running=num_slots).memory_bytes(free),
-            max_draft_tokens=settings.max_drafts,
+            self.spec,
+            lambda num_slots: replace(self, max_running=num_slots).memory_bytes(free),
+            max_draft_tokens=self.max_drafts,
             usual=CPU_MAX_RUNNING,
-            ring=settings.ring,
+            ring=self.ring,
         )
-        return replace(settings, max_running=num_slots)
+        return replace(self, max_running=num_slots)
+
+    def _affords_copies(self, without: Self, free: int) -> bool:
+        """without: the same settings without copies. Copies take neither slots nor a context that was asked for."""
+        if self.max_running < without.max_running or not self._fits(free):
+            return False
+        memory_bytes = without.memory_bytes(free)
+        graphs = memory_bytes - self.memory_bytes(free)
+        rings = rings_bytes(self.spec, self.ring, self.max_running)
+        rings -= rings_bytes(self.spec, without.ring, without.max_running)
+        return graphs + rings <= _MOST_FOR_COPIES * memory_bytes
+
+    def _fits(self, free: int) -> bool:
+        try:
+            self.plan_memory(None, free)
+        except ConfigError:
+            return False
+        return True
 
     @property
     def max_drafts(self) -> int:
@@ -300,8 +338,8 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec, *, has_ring: bool) 
 def _max_copies(config: EngineConfig, spec: ModelSpec, max_draft_tokens: int, *, has_ring: bool) -> int:
     room = most_drafts(spec.block_tokens, has_ring=has_ring) - max_draft_tokens
     if config.copy_drafts == "auto":
-        # Not wherever slots have rings: measured on sessions that repeat themselves, and on no others.
-        return min(MAX_COPIES, room) if config.state_form == "ring" else 0
+        # A column of a dense model costs less than 1 % of a step, in a mixture it reads experts of its own.
+        return min(MAX_COPIES, room) if has_ring and not spec.has_experts else 0
     if config.copy_drafts > room:
         reason = f"with {max_draft_tokens} MTP drafts there is room for {room}{_more_room(has_ring)}"
         raise ConfigError("copy_drafts", config.copy_drafts, reason)

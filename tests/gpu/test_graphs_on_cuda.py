@@ -177,7 +177,7 @@ def test_graphs_share_logits_memory(cuda: torch.device) -> None:
 @pytest.mark.parametrize(
     ("family", "graphs", "told"),
     [
-        ("dense", True, "24 (batches of 1, 2, 3;"),
+        ("dense", True, "36 (batches of 1, 2, 3;"),
         ("dense", False, "none: switched off"),
         ("moe", True, "24 (batches of 1, 2, 3;"),
     ],
@@ -195,5 +195,5 @@ def test_startup_report_lists_captured_graphs(
 def test_default_memory_leaves_room_for_graphs(cuda: torch.device) -> None:
     with Engine(EngineConfig(device="cuda", max_running=32)) as engine:
         free, total = torch.cuda.mem_get_info(cuda)
-        assert engine._assembly.graphs.startswith("48 (batches of 1, 2, 4, 8, 16, 32;")
+        assert engine._assembly.graphs.startswith("62 (batches of 1, 2, 4, 8, 16, 32;")
         assert free > 0.05 * total
