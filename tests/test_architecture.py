@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentspec"
 
-FOUNDATION = ("errors", "types", "config", "wire", "files", "fair_queue")
+FOUNDATION = ("errors", "types", "config", "wire", "files", "fair_queue", "heap")
 """All loose modules. Every module may import them; they import only each other."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -172,7 +172,7 @@ ENGINE_FLAGS = {
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 32_810
+MAX_PACKAGE_LINES = 32_830
 """Logical lines of code. Docstrings, comments and blank lines don't count."""
 
 

@@ -29,11 +29,11 @@ from agentspec import version
 from agentspec.commands.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.engine import bundled
-from agentspec.engine.heap import return_large_blocks
 from agentspec.engine.kept import KeptEngine
 from agentspec.engine.remote import EngineProcess, RemoteEngine
 from agentspec.engine.remote_text import RemoteText, pipeline_of
 from agentspec.errors import ConfigError, EngineClosedError
+from agentspec.heap import return_large_blocks
 from agentspec.server.app import create_app
 from agentspec.server.connections import FOR_PROBES, Connections, Listener, room_for_connections
 from agentspec.server.deadlines import TimeLimits

@@ -22,7 +22,6 @@ from pathlib import Path
 import jsonschema  # noqa: F401  # now, and not when the first schema comes
 import msgspec
 
-from agentspec.engine.heap import return_large_blocks
 from agentspec.engine.link import ErrorData, error_data, ids_of
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
@@ -43,6 +42,7 @@ from agentspec.engine.text_link import (
     prompt_of,
 )
 from agentspec.errors import AgentspecError, ConfigError, RequestError, beginning
+from agentspec.heap import LARGE_BYTES, return_free_memory, return_large_blocks
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import PromptBuilder
 from agentspec.text.token_limit import encode_within
@@ -155,6 +155,8 @@ def main() -> int:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if answer is not None:
                 connection.sendall(frame(answer))
+            if len(body) > LARGE_BYTES:
+                return_free_memory()
     return 0
 
 

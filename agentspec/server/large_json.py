@@ -18,6 +18,7 @@ import msgspec
 
 from agentspec.fair_queue import FairQueue, Flow
 from agentspec.files import MAX_NESTING
+from agentspec.heap import return_free_memory
 from agentspec.server.errors import ApiError
 from agentspec.server.json_count import JsonCount
 from agentspec.types import tokens
@@ -32,8 +33,14 @@ VALUE_BYTES = 64
 _MAX_LEVELS = 8
 """Values further inside are decoded whole. Finding the values of an object or array takes one look at all its bytes,
 which makes no copy, but isn't divided. A message's text is at level 5."""
+_TURNS = 8
+"""Turns of the event loop that others get after such a look, which takes up to 20 ms for 32 MiB. A short request needs
+several turns; with one a look it would wait for as many looks."""
 _MAX_ELEMENTS = 400_000
 """An array that isn't only integers is decoded whole, if the body holds more values."""
+
+_IDLE_SECONDS = 0.5
+"""After the last large body, until its memory is returned: by then most requests have passed it on."""
 
 _BLANKS = b" \t\r\n"
 _INTEGERS = b"0123456789-, \t\r\n"
@@ -51,6 +58,7 @@ class LargeJson:
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(SLICE_BYTES)
         """Bodies before their turn."""
         self._is_busy = False
+        self._returning: asyncio.TimerHandle | None = None
 
     async def decode(self, body: bytes | bytearray, id_fields: Container[str], owner: str = "") -> Any:
         """Decode a body. A long list of integers in a field of `id_fields`, or in a list there, is an array of
@@ -92,8 +100,13 @@ class LargeJson:
         while ticket is not None and ticket.item.cancelled():
             ticket = self._waiting.dequeue()
         self._is_busy = ticket is not None
+        if self._returning is not None:
+            self._returning.cancel()
+            self._returning = None
         if ticket is not None:
             ticket.item.set_result(None)
+        else:
+            self._returning = asyncio.get_running_loop().call_later(_IDLE_SECONDS, return_free_memory)
 
 
 def invalid(reason: str) -> ApiError:
@@ -129,7 +142,7 @@ class _Decoding:
 
     async def _object(self, raw: memoryview, level: int) -> dict[str, Any]:
         found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        await asyncio.sleep(0)
+        await _let_others()
         values = {}
         for name, part in found.items():
             is_ids = level == 0 and name in self._id_fields
@@ -147,7 +160,7 @@ class _Decoding:
             mixed += await self._slice(raw)
             return mixed
         parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        await asyncio.sleep(0)
+        await _let_others()
         small: list[msgspec.Raw] = []
         num_bytes = 0
         for part in parts:
@@ -196,6 +209,11 @@ class _Decoding:
             await asyncio.sleep(0)
         self._spent += cost
         return msgspec.json.decode(raw)
+
+
+async def _let_others() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 async def _trimmed(body: bytes | bytearray) -> memoryview:

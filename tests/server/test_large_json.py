@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -300,6 +301,55 @@ def test_others_run_between_slices_of_a_large_body(
     asyncio.run(run())
     assert max(by_round.values()) <= SLICE_BYTES + 2
     assert max(calls.values()) <= SLICE_BYTES // VALUE_BYTES
+
+
+def test_a_short_request_passes_between_two_looks_at_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs several turns of the event loop. With one after each look it would wait for as many looks."""
+    decode, rounds, looks = msgspec.json.decode, 0, list[int]()
+
+    def noted(data: Any, *, type: Any = Any) -> Any:
+        if type is not Any:
+            looks.append(rounds)
+        return decode(data, type=type)
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        counting = asyncio.create_task(count())
+        body = msgspec.json.encode({"messages": [message([{"image_url": {"url": "A" * (1 << 21)}}])]})
+        with monkeypatch.context() as patched:
+            patched.setattr(msgspec.json, "decode", noted)
+            await LargeJson().decode(body, ())
+        counting.cancel()
+
+    asyncio.run(run())
+    assert len(looks) == 6, "object, messages, message, content, part, image"
+    assert min(after - before for before, after in pairwise(looks)) >= 5
+
+
+def test_memory_is_returned_when_no_large_body_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_returned = 0
+
+    def noted() -> None:
+        nonlocal num_returned
+        num_returned += 1
+
+    monkeypatch.setattr(large_json, "return_free_memory", noted)
+    monkeypatch.setattr(large_json, "_IDLE_SECONDS", 0.0)
+
+    async def run() -> None:
+        large = LargeJson()
+        for num_rounds in range(1, 4):
+            await asyncio.gather(*(large.decode(b'{"a": 1}', ()) for _ in range(5)))
+            while num_returned < num_rounds:
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert num_returned == 3, "once for the five bodies of each round"
 
 
 @pytest.mark.parametrize("body", [b" " * 6400, b" " * 6400 + b"1", b"1" + b"\n" * 6400])
