@@ -50,8 +50,8 @@ class EngineConfig:
     """MTP drafts per step: a fixed number, or auto: the window policy chooses it for each step."""
     copy_drafts: int | Literal["auto"] = "auto"
     """Most drafts per step that are copied from the session's own text, behind the MTP drafts; the window policy
-    chooses when. 0: none. auto: as many as a window has room for, up to 12, where the model is dense and requests have
-    rings (`state_form`); otherwise none."""
+    chooses when. 0: none. auto: as many as a window has room for, up to 12, where the model is dense, requests have
+    rings (`state_form`) and memory is not short; otherwise none."""
     state_form: StateForm = "auto"
     """What a running request stores of its latest tokens. rows: a recurrent state after every column of a window. ring:
     what each token added to the state, and a whole state every 16 tokens, which takes less memory and allows windows of

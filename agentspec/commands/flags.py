@@ -277,7 +277,7 @@ def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
         "--copy-drafts",
         "N|auto|off",
         "most drafts per step that are copied from the session's own text, behind the MTP head's "
-        "(default: 12 for dense models with rings, see --state-form; otherwise none)",
+        "(default: 12 for dense models with rings, see --state-form, if memory allows; otherwise none)",
         default="auto",
         kind=_number_auto_or_off,
     )

@@ -23,6 +23,7 @@ from agentspec.engine import bundled
 from agentspec.engine.fit import Needs, what_would_fit
 from agentspec.engine.ranks import DEFAULTS, RankOptions, Ranks
 from agentspec.engine.settings import (
+    PLENTY_BYTES,
     Settings,
     device_of,
     drafts_in_fp8,
@@ -63,8 +64,6 @@ logger = logging.getLogger("agentspec")
 CPU = torch.device("cpu")
 
 _CHECK_SECONDS = 0.2
-_PLENTY = 2**50
-"""Bytes of memory with which everything fits."""
 """How often ranks are looked after while kernels are compiled."""
 
 
@@ -209,7 +208,7 @@ def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = 
     spec = limited(model_spec(model_dir, text_config, dtype, rank, fp8_pages=fp8_pages), config)
     max_running = AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running
     # With any amount of memory: whatever a smaller one rules out is compiled for nothing, but nothing is missing.
-    settings = Settings.resolve(replace(config, max_running=max_running), spec, device, free=_PLENTY)
+    settings = Settings.resolve(replace(config, max_running=max_running), spec, device, free=PLENTY_BYTES)
 
     def make() -> StepModel:
         fp8_drafts = drafts_in_fp8(config, device, dtype)

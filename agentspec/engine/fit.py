@@ -16,7 +16,7 @@ import torch
 
 from agentspec import kernels
 from agentspec.config import EngineConfig
-from agentspec.engine.settings import Settings, drafts_in_fp8, dtype_of, limited, pages_in_fp8
+from agentspec.engine.settings import PLENTY_BYTES, Settings, drafts_in_fp8, dtype_of, limited, pages_in_fp8
 from agentspec.errors import ConfigError
 from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
 from agentspec.models.heads import draft_head_bytes, draft_rows
@@ -106,7 +106,7 @@ class Needs:
     @property
     def state_per_slot(self) -> tuple[int, int]:
         """What a running request has of its own besides pages: (number of state rows, bytes of its ring)."""
-        settings = Settings.resolve(self.config, self.spec, GPU, free=_MOST_MISSING)
+        settings = Settings.resolve(self.config, self.spec, GPU, free=PLENTY_BYTES)
         ring = settings.ring
         rows = rows_of_request(settings.max_drafts, has_ring=ring is not None)
         return rows, 0 if ring is None else ring.capacity * self.spec.entry_bytes

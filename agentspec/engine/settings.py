@@ -44,6 +44,8 @@ _MOST_FOR_COPIES = 1 / 8
 """Share of the memory for rows and pages that wider rings and graphs of wide windows may take where nobody asked for
 copies."""
 
+PLENTY_BYTES = 2**50
+"""Of a GPU, free: with so many, everything fits."""
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
 

@@ -264,6 +264,13 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+async def count_into(rounds: list[int]) -> None:
+    """Count the turns of the event loop."""
+    while True:
+        rounds[0] += 1
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_others_run_between_slices_of_a_large_body(
     connect: Connect, name: str, monkeypatch: pytest.MonkeyPatch
@@ -281,13 +288,8 @@ def test_others_run_between_slices_of_a_large_body(
             assert type in (dict[str, msgspec.Raw], list[msgspec.Raw])
         return decode(data, type=type)
 
-    async def count() -> None:
-        while True:
-            rounds[0] += 1
-            await asyncio.sleep(0)
-
     async def run() -> None:
-        counting = asyncio.create_task(count())
+        counting = asyncio.create_task(count_into(rounds))
         path, fields = BODIES[name]
         content = json.dumps({"model": INFO.model_id} | fields, ensure_ascii=False).encode()
         assert len(content) > LARGE_BYTES
@@ -305,21 +307,15 @@ def test_others_run_between_slices_of_a_large_body(
 
 def test_a_short_request_passes_between_two_looks_at_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs several turns of the event loop. With one after each look it would wait for as many looks."""
-    decode, rounds, looks = msgspec.json.decode, 0, list[int]()
+    decode, rounds, looks = msgspec.json.decode, [0], list[int]()
 
     def noted(data: Any, *, type: Any = Any) -> Any:
         if type is not Any:
-            looks.append(rounds)
+            looks.append(rounds[0])
         return decode(data, type=type)
 
-    async def count() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
-
     async def run() -> None:
-        counting = asyncio.create_task(count())
+        counting = asyncio.create_task(count_into(rounds))
         body = msgspec.json.encode({"messages": [message([{"image_url": {"url": "A" * (1 << 21)}}])]})
         with monkeypatch.context() as patched:
             patched.setattr(msgspec.json, "decode", noted)
@@ -355,22 +351,16 @@ def test_memory_is_returned_when_no_large_body_is_left(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("body", [b" " * 6400, b" " * 6400 + b"1", b"1" + b"\n" * 6400])
 def test_others_run_between_slices_of_blanks(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_json, "SLICE_BYTES", 64)
-    rounds = 0
-
-    async def count() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
+    rounds = [0]
 
     async def run() -> None:
-        counting = asyncio.create_task(count())
+        counting = asyncio.create_task(count_into(rounds))
         with suppress(ApiError):  # nothing but blanks
             assert await LargeJson().decode(body, ()) == 1
         counting.cancel()
 
     asyncio.run(run())
-    assert rounds >= 200, "100 slices are counted, and then trimmed"
+    assert rounds[0] >= 200, "100 slices are counted, and then trimmed"
 
 
 def test_large_bodies_are_decoded_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
