@@ -75,6 +75,14 @@ _INT4 = gl.constexpr(_HEAD + _int4_word(0, 8, None) + _int4_word(4, 9, None) + "
 _INT4_ZEROS = gl.constexpr(_HEAD + _int4_word(0, 8, 10) + _int4_word(4, 9, 11) + "}")
 INT4_SCALED = gl.constexpr(_HEAD + _int4_word(0, 8, None, 10) + _int4_word(4, 9, None, 11) + "}")
 INT4_ZEROS_SCALED = gl.constexpr(_HEAD + _int4_word(0, 8, 12, 10) + _int4_word(4, 9, 13, 11) + "}")
+E5M3 = gl.constexpr(
+    """{ .reg .b32 even, odd; .reg .b16 a, b, c, d;
+    and.b32 even, $4, 0x00FF00FF; shr.u32 odd, $4, 8; and.b32 odd, odd, 0x00FF00FF;
+    mad.lo.u32 even, even, 16, 0x76007600; mad.lo.u32 odd, odd, 16, 0x76007600;
+    mov.b32 {a, c}, even; mov.b32 {b, d}, odd;
+    mov.b32 $0, {a, a}; mov.b32 $1, {b, b}; mov.b32 $2, {c, c}; mov.b32 $3, {d, d}; }"""
+)
+"""PTX that makes two bfloat16 of each of a word's four scales: the scale times 2^118."""
 E2M1 = gl.constexpr(_HEAD + _e2m1_word(0, 8, 10) + _e2m1_word(4, 9, 11) + "}")
 
 
@@ -131,15 +139,16 @@ def index_along(SIZE: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYO
 
 @gluon.jit
 def _operand(parts, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Eight tensors [shares, blocks, 8, 4, 4], four pairs of each of two words, as the operand [shares, rows, 128].
-    Moves nothing."""
+    """Eight tensors [shares, blocks, 8, 4, 4], four pairs of each of two words, as the operand [shares, rows, 128],
+    whose columns are in an order in which both halves of a register come from the same word: `_paired` has it. Moves
+    nothing."""
     w = gl.join(
         gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6])),
         gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7])),
     )
     # share, rows, lane of four, two words, half of a register, word of two, pair's bits 1 and 0
     w = w.reshape((SHARES, NUM_BLOCKS * 8, 4, 2, 2, 2, 2, 2))
-    w = w.permute((0, 1, 3, 5, 2, 6, 7, 4))
+    w = w.permute((0, 1, 3, 7, 2, 5, 6, 4))
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     return gl.convert_layout(w.reshape((SHARES, NUM_BLOCKS * 8, 128)), LAYOUT, assert_trivial=True)
 
@@ -166,8 +175,11 @@ def _decoded(words, scales, zeros, FORMAT: gl.constexpr):  # type: ignore[no-unt
     """Decode words [..., 4]: eight tensors [..., 2 x 2]. The first four have the pairs of words 0 and 2, the others
     those of words 1 and 3; an element of the last axis is a word of the two and a half of its pair."""
     if FORMAT == "e2m1":
-        # Two bfloat16: the scale times 2^118.
-        pair = scales.to(gl.int32) * 0x00100010 + 0x76007600
+        a, b, c, d = gl.inline_asm_elementwise(
+            E5M3, "=r,=r,=r,=r,r", [scales], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+        )
+        pair = gl.join(gl.join(a, b), gl.join(c, d)).permute((0, 1, 2, 3, 4, 6, 5)).reshape(words.shape)
+        pair = gl.convert_layout(pair, layout_of(words), assert_trivial=True)
     elif has_zeros(FORMAT):
         # Two bfloat16: -(128 + zero). The constant is 0xC300C300 as a signed number.
         pair = zeros.to(gl.int32) * 0x00010001 - 0x3CFF3D00
@@ -281,7 +293,7 @@ def walk(  # type: ignore[no-untyped-def]
     word_at = words + (block * (GROUPS * _WORDS) + g * 16 + t * 4 + i)
     row, share = index_along(NUM_BLOCKS * 8, 1, 3, MMA), part * SHARES + index_along(SHARES, 0, 3, MMA)
     if FORMAT == "e2m1":
-        scale_at, s_begin, s_end = scales + (block * (GROUPS * SCALES) + g * 8 + t // 2 * 4 + i), w_begin, w_end
+        scale_at, s_begin, s_end = scales + (block * (GROUPS * SCALES) + g * 8 + t // 2 * 4), w_begin, w_end
     else:
         row_block = block_of_tile(tile, row // 8, num_outputs, NUM_BLOCKS, SWIGLU)
         s_begin, s_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
@@ -374,19 +386,34 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_tokens(at, is_in, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of a tile, for each of its sums."""
+    """The columns of a tile, for each of its sums; zeros where `is_in` is false."""
     x = ()
     for i in gl.static_range(sums_of(FORMAT)):
-        x += (gl.load(at + i * (128 // sums_of(FORMAT)), mask=is_in, other=0.0),)
+        part = gl.load(at + i * (128 // sums_of(FORMAT)), mask=is_in, other=0.0)
+        x += (_paired(part) if sums_of(FORMAT) == 1 else part,)
     return x
 
 
 @gluon.jit
+def _paired(x):  # type: ignore[no-untyped-def]
+    """A tile's columns of the tokens in the order in which `_operand` has them. Lanes keep what they have loaded."""
+    LAYOUT: gl.constexpr = layout_of(x)
+    SHARES: gl.constexpr = x.shape[0]
+    BLOCK_M: gl.constexpr = x.shape[2]
+    # share, half of the columns, word of two, lane of four, pair's bits 1 and 0, half of a register, token
+    y = x.reshape((SHARES, 2, 2, 4, 2, 2, 2, BLOCK_M)).permute((0, 1, 5, 3, 2, 4, 6, 7))
+    return gl.convert_layout(y.reshape((SHARES, 128, BLOCK_M)), LAYOUT)
+
+
+@gluon.jit
 def _load_scales(at, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Those of a tile's sums; of floats all in one."""
+    """Those of a tile's sums; of floats all in one, four to a word."""
     scales = ()
     for i in gl.static_range(sums_of(FORMAT)):
-        scales += (gl.load(at + i),)
+        if FORMAT == "e2m1":
+            scales += (gl.load(at.to(gl.pointer_type(gl.int32), bitcast=True)),)
+        else:
+            scales += (gl.load(at + i),)
     return scales
 
 

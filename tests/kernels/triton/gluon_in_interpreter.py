@@ -444,10 +444,12 @@ def _four_bit_names() -> dict[str, Any]:
 
 def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
     """What the kernel's PTX computes: for each word of two and each of its pairs, [..., 2 x 2]."""
-    data, e5m3 = words.handle.data, scales.handle.data
+    data = words.handle.data
     by_word = []
     for word in range(2):
-        of_scale = e5m3[..., word::2] if FORMAT == "e2m1" else None
+        of_scale = None
+        if FORMAT == "e2m1":  # four in an int32
+            of_scale = scales.handle.data.view(np.uint8).reshape(data.shape)[..., word::2]
         of_zero = zeros.handle.data[..., word::2] if "zeros" in FORMAT else 8
         by_word += _decoded_words(data[..., word::2].view(np.uint32), of_scale, of_zero)
     return [
