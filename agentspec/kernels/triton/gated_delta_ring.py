@@ -10,10 +10,12 @@ query and key itself, which takes longer than the recurrence.
 The last program of a key head to finish norms the outputs and folds the shared q and k convolution inputs, because the
 fold row may be the row that the others read.
 
-The state is updated by one multiplication and one fused multiply-add, S <- fma(d, k, a S), in the window and in the
-replay. So a replayed state has the bits of the state that the entries were computed from, however the compiler
-contracts other operations. Columns are a loop that is not unrolled: a column's bits do not depend on its place in the
-window.
+A tile is held as S / c with one number c, the product of the decays: then a token costs one fused multiply-add per
+element, S / c <- fma(d / c, k, S / c), and no multiplication by its decay. c becomes 1 again where the state may be
+stored, at multiples of the fold length, and where it has become small. That depends on the sequence alone, and window
+and replay update the tile by the same function. So a replayed state has the bits of the state that the entries were
+computed from, however the compiler contracts other operations. Columns are a loop that is not unrolled: a column's bits
+do not depend on its place in the window.
 
 A dead column costs nothing but its share of what is prepared at once: no product, no store.
 
@@ -39,6 +41,7 @@ from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
+from agentspec.types import FOLD_TOKENS
 
 _ENTRY_CHUNK = 16
 """Entries that are copied to shared memory at a time."""
@@ -57,12 +60,19 @@ class Tiling(NamedTuple):
     """Per lane."""
 
 
-_FEW_HEADS, _MANY_HEADS = Tiling(32, 32, 128), Tiling(64, 64, 128)
-_FEW_HEADS_WIDE, _MANY_HEADS_WIDE = Tiling(32, 16, 96), Tiling(64, 64, 168)
-"""A larger tile shares more of what a window costs once. A smaller one gives every multiprocessor work, and a wide
-window's columns, which warps prepare, to more of them."""
+_TILINGS = {
+    4: {256: Tiling(32, 32, 128), 511: Tiling(64, 64, 168), 2**31: Tiling(64, 64, 128)},
+    8: {511: Tiling(32, 32, 128), 2**31: Tiling(64, 64, 168)},
+    16: {127: Tiling(32, 16, 96), 160: Tiling(64, 32, 128), 2**31: Tiling(64, 64, 168)},
+}
+"""By the most columns, then by the most heads of all slots together. A larger tile shares more of what a window costs
+once. A smaller one gives every multiprocessor work, and a wide window's columns, which warps prepare, to more of them.
+Measured on an H100 with `python -m benchmarks.delta_ring`."""
 
 _L2_EPS = gl.constexpr(L2_EPS.value)
+_FOLD = gl.constexpr(FOLD_TOKENS)
+_LEAST_SCALE = gl.constexpr(2.0**-60)
+"""The state is of the order of its deltas and values, so that what is divided by this is far from float32's limits."""
 _CHUNK = gl.constexpr(_ENTRY_CHUNK)
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 """Its name in Triton 3.9, and in earlier versions."""
@@ -162,12 +172,9 @@ def entry_chunks(capacity: int, num_columns: int) -> int:
 
 
 def tiling_of(num_columns: int, num_heads: int) -> Tiling:
-    """num_heads: of all slots together. Measured on one H100 with `python -m benchmarks.delta_ring`."""
-    if num_columns > 8:
-        return _MANY_HEADS_WIDE if num_heads >= 128 else _FEW_HEADS_WIDE
-    if num_heads < 512:
-        return _FEW_HEADS
-    return _MANY_HEADS if num_columns <= 4 else _MANY_HEADS_WIDE
+    """num_heads: of all slots together."""
+    by_heads = next(tilings for most, tilings in _TILINGS.items() if num_columns <= most)
+    return next(tiling for most, tiling in by_heads.items() if num_heads <= most)
 
 
 @gluon.constexpr_function
@@ -451,47 +458,66 @@ def _prepare_values(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _updated(state_DK, decay, delta_D, key_K):  # type: ignore[no-untyped-def]
-    """decay * state + delta key^T. The product with the decay is rounded, so that every use gives the same bits."""
-    return gl.fma(gl.expand_dims(delta_D, 1), gl.expand_dims(key_K, 0), gl.expand_dims(decay, 1) * state_DK)
+def _whole(tile_DK, scale):  # type: ignore[no-untyped-def]
+    """The same state with scale 1. All lanes of a program come here, or none."""
+    _barrier()  # keeps the branch around this one: as predicated instructions it would take its time at every token
+    return tile_DK * gl.expand_dims(scale, 1), scale * 0.0 + 1.0
+
+
+@gluon.jit
+def _updated(tile_DK, scale, delta_D, key_K):  # type: ignore[no-untyped-def]
+    """Return (tile, scale) of scale * tile + delta key^T. scale: [1], with the token's decay."""
+    if gl.sum(scale, axis=0) < _LEAST_SCALE:
+        tile_DK, scale = _whole(tile_DK, scale)
+    return gl.fma(gl.expand_dims(delta_D * (1.0 / scale), 1), gl.expand_dims(key_K, 0), tile_DK), scale
 
 
 @gluon.jit
 def _replayed(  # type: ignore[no-untyped-def]
-    state_DK, rows, count, fold_tile, fold_at, is_real, k, K: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr
-):
-    """Advance the state by the entries in shared memory, and store the state after `fold_at` of them to `fold_tile`
-    (0: nowhere)."""
+    tile_DK, rows, length, count, fold_tile, fold_at, is_real, k, K: gl.constexpr, KEYS: gl.constexpr,
+    VALUES: gl.constexpr
+):  # fmt: skip
+    """Advance the state after `length` tokens by the entries in shared memory, and store the state after `fold_at` of
+    them to `fold_tile` (0: nowhere). Return (tile, scale)."""
     keys, deltas, decays = rows
-    for i in range(count):
-        decay, delta_D = decays.index(i).load(VALUES), deltas.index(i).load(VALUES)
-        key_K = keys.index(i).load(KEYS)
-        if k.shape[0] != K:  # what was not copied is undefined
-            key_K = gl.where(k < K, key_K, 0.0)
-        state_DK = _updated(state_DK, decay, delta_D, key_K)
-        if i + 1 == fold_at:
-            gl.store(fold_tile, state_DK, mask=is_real)
-    return state_DK
+    scale = gl.full([1], 1.0, gl.float32, VALUES)
+    i = count * 0
+    while i < count:
+        whole_at = i + _FOLD - (length + i) % _FOLD
+        for entry in range(i, gl.minimum(whole_at, count)):
+            scale *= decays.index(entry).load(VALUES)
+            delta_D, key_K = deltas.index(entry).load(VALUES), keys.index(entry).load(KEYS)
+            if k.shape[0] != K:  # what was not copied is undefined
+                key_K = gl.where(k < K, key_K, 0.0)
+            tile_DK, scale = _updated(tile_DK, scale, delta_D, key_K)
+        if whole_at <= count:
+            tile_DK, scale = _whole(tile_DK, scale)
+            if whole_at == fold_at:
+                gl.store(fold_tile, tile_DK, mask=is_real)
+        i = whole_at
+    return tile_DK, scale
 
 
 @gluon.jit
 def _run_columns(  # type: ignore[no-untyped-def]
-    state_DK, rows, o, ring_deltas, after, is_value, num_columns, V: gl.constexpr, D: gl.constexpr,
+    tile_DK, scale, rows, length, o, ring_deltas, after, is_value, num_columns, V: gl.constexpr, D: gl.constexpr,
     CAPACITY: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr
 ):  # fmt: skip
-    """Run the window's columns. Stores their outputs, and the deltas of their entries."""
+    """Run the window's columns behind `length` tokens. Stores their outputs, and the deltas of their entries."""
     queries, keys, products, values, betas, decays = rows
     for t in range(num_columns):
         q_K, k_K = queries.index(t).load(KEYS), keys.index(t).load(KEYS)
-        decay = decays.index(t).load(VALUES)
+        scale *= decays.index(t).load(VALUES)
         # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q): both sums are over the same S and run
         # together.
-        seen_D = gl.sum(state_DK * gl.expand_dims(k_K, 0), axis=1)
-        read_D = gl.sum(state_DK * gl.expand_dims(q_K, 0), axis=1)
-        delta_D = gl.fma(-decay, seen_D, values.index(t).load(VALUES)) * betas.index(t).load(VALUES)
-        state_DK = _updated(state_DK, decay, delta_D, k_K)
-        gl.store(o + t * (V * D), gl.fma(delta_D, products.index(t).load(VALUES), decay * read_D), mask=is_value)
+        seen_D = gl.sum(tile_DK * gl.expand_dims(k_K, 0), axis=1)
+        read_D = gl.sum(tile_DK * gl.expand_dims(q_K, 0), axis=1)
+        delta_D = gl.fma(-scale, seen_D, values.index(t).load(VALUES)) * betas.index(t).load(VALUES)
+        gl.store(o + t * (V * D), gl.fma(delta_D, products.index(t).load(VALUES), scale * read_D), mask=is_value)
         gl.store(ring_deltas + _entry(after, t, CAPACITY) * (V * D), delta_D, mask=is_value)
+        tile_DK, scale = _updated(tile_DK, scale, delta_D, k_K)
+        if (length + t + 1) % _FOLD == 0:
+            tile_DK, scale = _whole(tile_DK, scale)
 
 
 @gluon.jit
@@ -550,11 +576,10 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         ring_keys + key_head * K, ring_deltas, ring_decays, first, count, begin_d, CAPACITY, ENTRY_CHUNKS, V, D,
         KEY_HEADS, K, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
-    d = begin_d + gl.arange(0, BLOCK_D, layout=VALUES)
-    k = gl.arange(0, BLOCK_K, layout=KEYS)
+    d, k = begin_d + gl.arange(0, BLOCK_D, layout=VALUES), gl.arange(0, BLOCK_K, layout=KEYS)
     is_value, is_real = d < D, gl.expand_dims(d < D, 1) & gl.expand_dims(k < K, 0)
     tile = ssm_RVDK + (head * D + gl.expand_dims(d, 1)) * K + gl.expand_dims(k, 0)
-    state_DK = gl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
+    tile_DK = gl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
 
     first_row, num_columns = _live_columns(b, first_B, count_B, T)
     x = projected_NP + first_row * x_stride
@@ -577,11 +602,12 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
 
     async_copy.wait_group(0)
     _barrier()
-    state_DK = _replayed(state_DK, entries, count, tile + fold_row * ssm_stride, fold_at, is_real, k, K, KEYS, VALUES)
+    length, fold_tile = (read_length % _FOLD).to(gl.int32), tile + fold_row * ssm_stride
+    tile_DK, scale = _replayed(tile_DK, entries, length, count, fold_tile, fold_at, is_real, k, K, KEYS, VALUES)
     o, out = o_NVD + first_row * (V * D), out_NVD + first_row * (V * D)
     _run_columns(
-        state_DK, key_rows + value_rows, o + head * D + d, ring_deltas + d, _entry(first, count, CAPACITY), is_value,
-        num_columns, V, D, CAPACITY, KEYS, VALUES,
+        tile_DK, scale, key_rows + value_rows, length + count, o + head * D + d, ring_deltas + d,
+        _entry(first, count, CAPACITY), is_value, num_columns, V, D, CAPACITY, KEYS, VALUES,
     )  # fmt: skip
 
     _barrier()  # every lane's reads and stores must precede the count

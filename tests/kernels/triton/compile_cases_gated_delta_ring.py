@@ -72,8 +72,9 @@ CASES = [
         for num_slots in (1, 32)
         for num_columns in (1, 4, 16)
     ),
+    _case("27B", 4, 48, 16, 128, num_slots=8),
     *(_case("27B", 16, 48, 16, 128, num_slots=num_slots, is_shared=True) for num_slots in (1, 4)),
-    _case("4B and 35B-A3B", 16, 32, 16, 128, is_shared=True),
+    *(_case("4B and 35B-A3B", 16, 32, 16, 128, num_slots=num_slots, is_shared=True) for num_slots in (1, 4)),
     _case("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
     *on_targets(ELSEWHERE, [_case("27B", 16, 48, 16, 128, num_slots=num_slots) for num_slots in (1, 32)]),
 ]
