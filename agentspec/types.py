@@ -40,6 +40,18 @@ MAX_WIDE_ROWS = 64
 """Most columns of all windows of a step in which windows have copies. Beyond that, dense models are bound by
 arithmetic, 8-bit products round their inputs too, and logits take gigabytes."""
 
+
+def widest_window(num_slots: int) -> int:
+    """Most columns, in the mean, of the windows of a step of so many slots, where some have copies. Numbers of slots up
+    to the next power of two count as that, as in graphs."""
+    return MAX_WIDE_ROWS >> (num_slots - 1).bit_length()
+
+
+def has_copies(num_slots: int, num_mtp: int) -> bool:
+    """Whether windows of so many slots may have copies behind num_mtp MTP drafts."""
+    return widest_window(num_slots) > num_mtp + 1
+
+
 MIN_COPY_MATCH = 3
 """Fewest tokens that must occur earlier in a text for what follows them there to be drafted. A column of a dense model
 costs less than 1 % of a step, so a copy that is right in one case of thirty pays for itself."""

@@ -31,7 +31,7 @@ from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import load
 from agentspec.runtime.plan import Executor, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
-from agentspec.types import MIN_COPY_MATCH
+from agentspec.types import MIN_COPY_MATCH, has_copies
 from agentspec.wire import FinishEvent, Submit
 from benchmarks.copies_offline import Matches
 from benchmarks.decode_checks import CheckFailedError
@@ -144,6 +144,8 @@ class Step:
     """Every user decodes, and nothing else happens."""
     occupants: dict[int, int] = field(default_factory=dict)
     """The turn of each slot that decodes or joins."""
+    without_copies: set[int] = field(default_factory=set)
+    """Turns for whose next windows no copies are looked for, because so many slots decode that none have any."""
     windows: list[Window] = field(default_factory=list)
     end: float = 0.0
     """When the host had its results, on time.perf_counter's clock."""
@@ -152,10 +154,10 @@ class Step:
 class Recorder(Executor):
     """An executor that writes down its steps."""
 
-    def __init__(self, executor: Executor, turns: Sequence[RecordedTurn], *, num_users: int) -> None:
+    def __init__(self, executor: Executor, turns: Sequence[RecordedTurn], *, num_users: int, num_mtp: int) -> None:
         self.steps: list[Step] = []
         self.emitted: list[list[int]] = [[] for _ in turns]
-        self._executor, self._turns, self._num_users = executor, turns, num_users
+        self._executor, self._turns, self._num_users, self._num_mtp = executor, turns, num_users, num_mtp
         self._occupants: dict[int, int] = {}
 
     def launch(self, plan: StepPlan) -> tuple[Step, Any]:
@@ -166,6 +168,9 @@ class Recorder(Executor):
             is_plain=len(plan.decode_slots) == self._num_users and not (plan.chunks or plan.joins or plan.leaves),
             occupants={slot: self._occupants[slot] for slot in slots},
         )
+        for group, num_drafted in ((plan.first_slots, 0), (plan.decode_slots, plan.num_drafted)):
+            if num_drafted <= self._num_mtp and not has_copies(len(group), self._num_mtp):
+                step.without_copies |= {self._occupants[slot] for slot in group}
         self.steps.append(step)
         return step, self._executor.launch(plan)
 
@@ -251,7 +256,7 @@ def play(
             ahead = stack.enter_context(kernels_ahead(case.model, compiled, device))
         # Prompts are not computed. So windows that ride in their passes save nothing, and their graphs would cost time.
         loop = build(model, config=config, memory=memory, device=device, ahead=ahead, most_riders=0).loop
-    recorder = Recorder(loop.executor, turns, num_users=case.batch)
+    recorder = Recorder(loop.executor, turns, num_users=case.batch, num_mtp=len(rates))
     loop.executor = recorder
     start_seconds = time.perf_counter() - began
     left, num_done = deque(enumerate(turns)), 0
@@ -317,24 +322,27 @@ def check_copies(
     A window may have fewer copies than were made only where the windows of its step have all that it has rows for.
     Raises CheckFailedError at the first difference."""
     num_compared = 0
-    for step, window in played.windows:
-        turn, num_copies = turns[window.turn], step.num_drafted - num_mtp
-        if num_copies <= 0 or window.accepted < num_mtp:
-            continue
-        matches, final = turn.matches, window.last + num_mtp
-        room = len(turn.prompt) + len(turn.answer) - 2 - final
-        found = (window.offered - num_mtp, window.accepted - num_mtp)
-        offered = 0
-        if matches.length_N[final] >= min_match:
-            offered = most_copies if shares else num_copies
-            num_shared = sum(max(one.offered - num_mtp, 0) for one in step.windows)
+    without_copies: set[int] = set()
+    for step in played.steps:
+        num_copies = step.num_drafted - num_mtp
+        most = (most_copies if shares else num_copies) if num_copies > 0 else 0
+        num_shared = sum(max(window.offered - num_mtp, 0) for window in step.windows)
+        for window in step.windows if most else ():
+            if window.accepted < num_mtp:
+                continue
+            turn, final = turns[window.turn], window.last + num_mtp
+            has_match = window.turn not in without_copies and turn.matches.length_N[final] >= min_match
+            offered = most if has_match else 0
+            found = (window.offered - num_mtp, window.accepted - num_mtp)
             if 0 <= found[0] < offered and num_shared >= len(step.windows) * num_copies:
                 offered = found[0]
-        expected = (offered, min(int(matches.run_N[final]), offered, room))
-        if found != expected:
-            raise CheckFailedError(
-                f"turn {window.turn} of session {turn.session_id}: behind token {window.last} {found} copies are "
-                f"offered and accepted, by the rule {expected}"
-            )
-        num_compared += 1
+            room = len(turn.prompt) + len(turn.answer) - 2 - final
+            expected = (offered, min(int(turn.matches.run_N[final]), offered, room))
+            if found != expected:
+                raise CheckFailedError(
+                    f"turn {window.turn} of session {turn.session_id}: behind token {window.last} {found} copies are "
+                    f"offered and accepted, by the rule {expected}"
+                )
+            num_compared += 1
+        without_copies = without_copies - set(step.occupants.values()) | step.without_copies
     return num_compared

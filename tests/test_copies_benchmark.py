@@ -17,7 +17,7 @@ from agentspec.engine import bundled, settings
 from agentspec.mtp.window_policy import FixedWindow
 from agentspec.replay.encoders import find_encoder
 from agentspec.runtime import decode_step, forcing
-from agentspec.types import WindowShape
+from agentspec.types import WindowShape, widest_window
 from benchmarks import copies
 from benchmarks.copies_report import HEADER, Report, Result, figures_of
 from benchmarks.decode_checks import CheckFailedError
@@ -113,6 +113,24 @@ def test_a_window_may_have_more_copies_than_the_mean(
     assert check_copies(found, recording.turns, 3, 12) > 20
     assert max(window.offered for _, window in found.windows) == 3 + 12
     assert any(3 < window.offered < 3 + 12 for _, window in found.windows), "two slots with copies share 18 rows"
+
+
+class WideForFew(FixedWindow):
+    """Copies in every step of so few slots that their windows may have some."""
+
+    def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
+        return WindowShape(3, min(12, widest_window(batch_size) - 4))
+
+
+def test_steps_of_many_slots_look_for_no_copies(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = find_encoder(bundled.checkpoint_of(bundled.NAME))
+    recording = read_recording(copies.SESSIONS, encoder, max_context=2_000, num_tokens=1_000, most_copies=12, seed=1)
+    monkeypatch.setattr(settings, "AdaptiveWindow", lambda *_, **__: WideForFew(WindowShape(3)))
+    found = played(recording, model, users=9)
+    assert check_copies(found, recording.turns, 3, 12) > 20
+    many, few = ([step for step in found.steps if bool(step.without_copies) is many] for many in (True, False))
+    assert {step.num_drafted for step in many} == {3}
+    assert any(window.offered > 3 for step in few for window in step.windows)
 
 
 def test_windows_of_one_width_have_the_mean(

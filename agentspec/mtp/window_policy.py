@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from agentspec.types import MAX_WIDE_ROWS, SlotResult, WindowShape
+from agentspec.types import SlotResult, WindowShape, has_copies, widest_window
 
 _MTP_PRIOR = 0.7
 """Assumed acceptance of an MTP position that was never offered. MTP heads reach 0.6 to 0.9."""
@@ -127,8 +127,9 @@ class AdaptiveWindow:
     that matched in its last known window, and how often one that didn't; for windows with copies separately, because
     they pass a stretch that repeats in fewer steps. The best k is found by the acceptance in all windows. Shapes with
     copies are compared with the same k without them, by the acceptance in windows with and without a match: text that
-    repeats is easier for MTP too. Behind fewer than max_mtp drafts nothing is copied and no match is seen. Where
-    windows share the rows of a forward, a slot that matches has its own copies and those of slots that don't.
+    repeats is easier for MTP too. Behind fewer than max_mtp drafts, and where so many slots decode that no shape has
+    copies, nothing is copied and no match is seen. Where windows share the rows of a forward, a slot that matches has
+    its own copies and those of slots that don't.
 
     Emitted tokens per second are maximised in each step alone. That maximises them over the whole text too: stretches
     that repeat have a number of tokens, not of steps, and each is passed in the least time at its own best rate.
@@ -181,10 +182,11 @@ class AdaptiveWindow:
     def observe(self, *, shape: WindowShape, slots: Sequence[SlotResult], seconds: float) -> None:
         """Learn from a decode step: the result of each slot, and the step's time. seconds=0: the time was not
         measured. May come after the next choices."""
+        looks_for_copies = has_copies(len(slots), self._max_mtp)
         for slot in slots:
             num_mtp = slot.offered - slot.offered_copies
             _record(self._mtp[:num_mtp] + self._copies[: slot.offered_copies], slot.accepted, len(slots))
-            if num_mtp == self._max_mtp:  # behind fewer drafts nothing is copied, so nobody knows of a match
+            if num_mtp == self._max_mtp and looks_for_copies:
                 _record(self._mtp_by_match[slot.matched], slot.accepted, len(slots))
                 self._match[slot.was_matched].record(slot.matched, len(slots))
                 if shape.num_copies:
@@ -207,7 +209,7 @@ class AdaptiveWindow:
     def _bucket(self, batch_size: int) -> _Bucket:
         key = (batch_size - 1).bit_length()
         if key not in self._buckets:
-            wide = [shape for shape in self._wide if (1 << key) * shape.width <= MAX_WIDE_ROWS]
+            wide = [shape for shape in self._wide if shape.width <= widest_window(1 << key)]
             self._buckets[key] = _Bucket(self._depths, wide)
         return self._buckets[key]
 

@@ -22,6 +22,7 @@ from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter, VerifiedWindow
 from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.step_buffers import StepBuffers
+from agentspec.types import has_copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,23 +131,32 @@ def decode_step(
         page_table_BP=window.page_table_BP,
     )
     drafted_Bk = drafter.draft(verified, min(num_drafted, buffers.max_mtp_drafts))
-    drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    drafts_Bk, num_valid_B = _with_copies(ops, buffers, slot_ids_B, commit.outcome_BF, drafted_Bk, num_drafted)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafts_Bk, num_valid_B)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV, row_BT=None if live is None else live.row_BT)
 
 
 def _with_copies(
-    ops: kernels.Backend, buffers: StepBuffers, slot_ids_B: Tensor, outcome_BF: Tensor, drafted_Bk: Tensor
+    ops: kernels.Backend,
+    buffers: StepBuffers,
+    slot_ids_B: Tensor,
+    outcome_BF: Tensor,
+    drafted_Bk: Tensor,
+    num_drafted: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The MTP drafts with copies behind them, and how many are valid; None: all.
 
-    Copies are made whatever the width of this step's window, because the next one may be wider."""
+    Copies are made behind this step's windows even if they have none, because the next ones may be wider; but not where
+    so many slots decode that those aren't either."""
     copies = buffers.copies
     if copies is None:
         return drafted_Bk, None
     ops.append_text(copies.text_SL, slot_ids_B, outcome_BF)
-    if drafted_Bk.shape[1] < buffers.max_mtp_drafts:
+    most_mtp = buffers.max_mtp_drafts
+    if drafted_Bk.shape[1] < most_mtp:
         return drafted_Bk, None  # copies have fixed places, behind the most MTP drafts
+    if num_drafted == most_mtp and not has_copies(len(slot_ids_B), most_mtp):
+        return drafted_Bk, None
     copied_Bc, num_copied_B = ops.draft_copies(
         copies.text_SL,
         slot_ids_B,

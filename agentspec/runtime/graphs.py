@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.step_buffers import stage
-from agentspec.types import MAX_WIDE_ROWS
+from agentspec.types import MAX_WIDE_ROWS, widest_window
 
 Result = TypeVar("Result")
 
@@ -243,7 +243,7 @@ def graph_keys(max_running: int, depths: Sequence[int], *, max_mtp_drafts: int) 
     steps = [
         GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
         for size, num_drafted, sampled in product(sizes, depths, (True, False))
-        if num_drafted <= max_mtp_drafts or size * (num_drafted + 1) <= MAX_WIDE_ROWS
+        if num_drafted <= max_mtp_drafts or num_drafted < widest_window(size)
     ]
     first_depths = dict.fromkeys(min(num_drafted, max_mtp_drafts) for num_drafted in depths)
     first = [

@@ -324,7 +324,7 @@ class Proof:
                 f"{len(request.sequence)} tokens were kept, but the deepest remaining state has {found}"
             )
 
-    def _note_outcome(self, request: Request, slot: SlotOutcome, made: list[int]) -> None:
+    def _note_outcome(self, request: Request, slot: SlotOutcome, made: list[int], looked: bool) -> None:
         if request.ending is not None or not slot.emitted:
             return
         turn = self.running[request.request_id]
@@ -337,20 +337,23 @@ class Proof:
             self.paths["first step onto a boundary"] += slot.length % BLOCK == 0
         else:
             turn.steps.append((len(slot.emitted), slot.num_drafted, num_accepted))
-        self._check_copies(request, slot, made)
+        self._check_copies(request, slot, made, looked)
         cut = slot.num_accepted < slot.num_drafted
         self.paths["stop id"] += slot.stop == STOP_ID
         self.paths["stop id inside a window"] += slot.stop == STOP_ID and cut and slot.num_accepted > 0
         self.paths["length limit inside a window"] += slot.stop == STOP_LENGTH and cut and slot.num_accepted > 0
 
-    def _check_copies(self, request: Request, slot: SlotOutcome, made: list[int]) -> None:
-        """Check the copies made in every eighth step against the rule, which takes long in plain Python."""
+    def _check_copies(self, request: Request, slot: SlotOutcome, made: list[int], looked: bool) -> None:
+        """Check the copies made in every eighth step against the rule, which takes long in plain Python. looked:
+        whether the step looks for copies."""
         num_mtp, most = self.setup.max_draft_tokens, self.setup.max_copies
         self.paths["copy accepted"] += max(0, slot.num_accepted - num_mtp)
         if slot.stop != STOP_RUNNING or most == 0 or len(made) < num_mtp or slot.length % 8:
             return
         text = [*request.sequence, *slot.emitted]
-        copies, _ = draft_copies(text, made[:num_mtp], num_copies=most, min_match=self.setup.min_match)
+        copies: list[int] = []
+        if looked:
+            copies, _ = draft_copies(text, made[:num_mtp], num_copies=most, min_match=self.setup.min_match)
         assert slot.matched == bool(copies), f"a step says that copies were made: {slot.matched}"
         assert made[num_mtp:] == copies, f"copied {made[num_mtp:]} after {text[-5:]}, by the rule {copies}"
         self.paths["copies made"] += bool(copies)

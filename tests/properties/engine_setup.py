@@ -19,7 +19,7 @@ from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.ranks import Ranks
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.types import MAX_WIDE_ROWS, MOST_RIDERS, ModelSpec, SlotResult, WindowShape, rows_of_request
+from agentspec.types import MOST_RIDERS, ModelSpec, SlotResult, WindowShape, rows_of_request, widest_window
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -256,7 +256,7 @@ class RandomWindow:
         self._max, self._max_copies, self._rng = max_draft_tokens, max_copies, rng
 
     def choose(self, batch_size: int, num_matched: int = 0) -> WindowShape:
-        room = MAX_WIDE_ROWS // (1 << (batch_size - 1).bit_length()) - 1 - self._max
+        room = widest_window(batch_size) - 1 - self._max
         most_copies = min(self._max_copies, room)
         if most_copies > 0 and self._rng.random() < 0.5:
             return WindowShape(self._max, self._rng.randint(1, most_copies))

@@ -28,7 +28,7 @@ from agentspec.runtime.graphs import MOST_FIRST
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.ranks.leader import LedExecutor
 from agentspec.runtime.request import Request
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, has_copies
 from tests.fakes.hash_chain import HashChainModel
 
 
@@ -70,12 +70,12 @@ class WatchedDevice:
         lateness: random.Random | None,
         times: random.Random,
         requests: Callable[[], Sequence[Request]],
-        on_outcome: Callable[[Request, SlotOutcome, list[int]], None],
+        on_outcome: Callable[[Request, SlotOutcome, list[int], bool], None],
         paths: Counter[str],
     ) -> None:
         """lateness: None: every step runs at its launch. times: of the device's passes and steps. requests: those in
         the engine. on_outcome: called before the scheduler gets the outcome, with the drafts that were made for the
-        next window."""
+        next window, and whether copies were looked for if all MTP drafts were made."""
         self._executor = executor
         self._buffers = own_executor(executor)._buffers
         self._cache = cache
@@ -127,7 +127,8 @@ class WatchedDevice:
         for slot in outcome.slots:
             if count := step.num_live.get(slot.slot, 0):
                 assert slot.num_drafted == count - 1, f"{slot.num_drafted} drafts in {count} live columns"
-            self._on_outcome(step.by_slot[slot.slot], slot, step.made[slot.slot])
+            looked = self._looks_for_copies(step.plan, slot.slot)
+            self._on_outcome(step.by_slot[slot.slot], slot, step.made[slot.slot], looked)
         return outcome
 
     def _run_through(self, step: _Step) -> None:
@@ -200,6 +201,13 @@ class WatchedDevice:
     def _shares_rows(self, plan: StepPlan) -> bool:
         """Whether the windows of a step share its forward's rows."""
         return self._buffers.ring is not None and plan.num_drafted > self._buffers.max_mtp_drafts
+
+    def _looks_for_copies(self, plan: StepPlan, slot: int) -> bool:
+        """Whether a step makes copies for a slot: unless so many slots decode that their next windows have none."""
+        num_mtp = self._buffers.max_mtp_drafts
+        if slot in plan.first_slots:
+            return has_copies(len(plan.first_slots), num_mtp)
+        return plan.num_drafted > num_mtp or has_copies(len(plan.decode_slots), num_mtp)
 
     def _check_live_columns(self, step: _Step, batch: VerifyBatch) -> None:
         """The forward has the columns that were drafted for each slot's prefix, as many as the rule gives."""
