@@ -104,7 +104,8 @@ class Proof:
     def run(self, num_turns: int) -> None:
         """Run and check. Raises AssertionError, with the command that reproduces it."""
         try:
-            self._run(num_turns)
+            with self.setup.constants():
+                self._run(num_turns)
         except Exception as error:
             error.add_note(
                 f"{self.setup}\nreproduce: python -m tests.properties.engine_proof "
@@ -348,6 +349,7 @@ class Proof:
         whether the step looks for copies."""
         num_mtp, most = self.setup.max_draft_tokens, self.setup.max_copies
         self.paths["copy accepted"] += max(0, slot.num_accepted - num_mtp)
+        self.paths["copies not looked for"] += most > 0 and not looked
         if slot.stop != STOP_RUNNING or most == 0 or len(made) < num_mtp or slot.length % 8:
             return
         text = [*request.sequence, *slot.emitted]

@@ -6,7 +6,8 @@ Every engine is derived from one integer, which reproduces it. Builds the engine
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Self
@@ -14,12 +15,21 @@ from unittest.mock import patch
 
 import torch
 
+from agentspec import types
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.ranks import Ranks
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.types import MOST_RIDERS, ModelSpec, SlotResult, WindowShape, rows_of_request, widest_window
+from agentspec.types import (
+    MAX_WIDE_ROWS,
+    MOST_RIDERS,
+    ModelSpec,
+    SlotResult,
+    WindowShape,
+    rows_of_request,
+    widest_window,
+)
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -75,6 +85,8 @@ class EngineSetup:
     """Copies behind the MTP drafts."""
     min_match: int = 1
     """Tokens that must occur earlier for what follows them to be copied. Hashes repeat nothing, so few are enough."""
+    max_wide_rows: int = MAX_WIDE_ROWS
+    """Instead of types.MAX_WIDE_ROWS: with few, steps of several slots have no copies and look for none."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
@@ -139,6 +151,7 @@ class EngineSetup:
             has_ring=has_ring,
             max_copies=max_copies,
             min_match=copying.choice([1, 1, 2]),
+            max_wide_rows=copying.choice([16, 32, MAX_WIDE_ROWS, MAX_WIDE_ROWS]),
         )
         if is_crowded:
             return setup.crowded(kind)
@@ -198,6 +211,16 @@ class EngineSetup:
             graphs=graphs,
         )
 
+    @contextmanager
+    def constants(self) -> Iterator[None]:
+        """The code's constants as this engine has them, while it is built (graphs, captured there, have them in them)
+        and while it runs."""
+        with (
+            patch.object(ModelSpec, "min_copy_match", self.min_match),
+            patch.object(types, "MAX_WIDE_ROWS", self.max_wide_rows),
+        ):
+            yield
+
     def build(
         self,
         model: HashChainModel,
@@ -215,8 +238,7 @@ class EngineSetup:
         own_rows = rows_of_request(max_drafts, has_ring=self.has_ring)
         least_rows = own_rows + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
-        # Graphs are captured in `build`, and have the number in them.
-        with patch.object(ModelSpec, "min_copy_match", self.min_match):
+        with self.constants():
             assembly = build(
                 model,
                 config=self.config(graphs=graphs, num_ranks=1 if ranks is None else ranks.rank.count),

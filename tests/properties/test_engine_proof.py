@@ -65,6 +65,7 @@ LEAST = {
     "windows beside chunks": 500,
     "fold": 800,
     "copies made": 100,
+    "copies not looked for": 40,
     "first step": 1500,
     "first step onto a boundary": 60,
     "stop id": 400,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,13 @@ from torch import Tensor
 from agentspec.kernels import reference
 from agentspec.kernels.reference import verdict, window
 from agentspec.kernels.slots import OutcomeRows
+from agentspec.runtime import decode_step
 from agentspec.runtime.step_buffers import StepBuffers
 from tests.properties.test_proof_detects_bugs import MAX_SETUPS, ROOMY, Bug, Patch, first_failure
 
 COPYING: dict[str, Any] = {**ROOMY, "max_draft_tokens": 3, "max_copies": 4, "min_match": 1}
+FEW_WIDE_ROWS = {**COPYING, "max_wide_rows": 16}
+"""Three slots and more have no copies."""
 
 
 def forgets_emitted_tokens(patch: Patch) -> None:
@@ -90,6 +92,14 @@ def accepts_copies_unseen(patch: Patch) -> None:
     patch.setattr(window, "count_matches", count)
 
 
+def looks_for_copies_that_have_no_columns(patch: Patch) -> None:
+    patch.setattr(decode_step, "has_copies", lambda *arguments: True)
+
+
+def looks_for_copies_of_one_slot_alone(patch: Patch) -> None:
+    patch.setattr(decode_step, "has_copies", lambda num_slots, num_mtp: num_slots == 1)
+
+
 BUGS: dict[Callable[[Patch], None], Bug] = {
     forgets_emitted_tokens: Bug("by the rule|copies were made", {**COPYING, "min_match": 2}),
     stores_emitted_tokens_one_position_late: Bug("by the rule", COPYING),
@@ -98,6 +108,8 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     leaves_out_the_mtp_drafts: Bug("by the rule|copies were made", COPYING),
     offers_copies_that_were_not_made: Bug("copies were made", {**COPYING, "min_match": 2}),
     accepts_copies_unseen: Bug("stream|published", COPYING),
+    looks_for_copies_that_have_no_columns: Bug("by the rule|copies were made", FEW_WIDE_ROWS),
+    looks_for_copies_of_one_slot_alone: Bug("by the rule|copies were made", FEW_WIDE_ROWS),
 }
 
 
@@ -110,6 +122,7 @@ def test_proof_detects_planted_copy_bug(plant: Callable[[Patch], None], monkeypa
     assert re.search(bug.noticed_by, str(failure)), f"noticed by something else: {failure}"
 
 
-def test_setups_with_copies_are_right() -> None:
+@pytest.mark.parametrize("settings", [COPYING, FEW_WIDE_ROWS])
+def test_setups_with_copies_are_right(settings: dict[str, Any]) -> None:
     """Without a planted bug the same setups hold."""
-    assert first_failure(replace(Bug("", COPYING)).settings) is None
+    assert first_failure(settings) is None

@@ -4,10 +4,12 @@ has the same outcome in every step."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
 from agentspec.engine.ranks import Ranks
+from agentspec.types import MAX_WIDE_ROWS
 from tests.fakes.ranks import FAULTY, hash_chain_dir
 from tests.properties.engine_proof import Proof
 from tests.properties.engine_setup import EngineSetup
@@ -20,7 +22,7 @@ LEAST = {"hit TURN": 1, "copied to the host": 1, "fetched": 1, "preempted in DEC
 def test_two_ranks_pass_the_proof() -> None:
     paths: Counter[str] = Counter()
     for seed in SEEDS:
-        setup = EngineSetup.random(seed)
+        setup = replace(EngineSetup.random(seed), max_wide_rows=MAX_WIDE_ROWS)  # as the other rank's process has it
         print(setup)
         ranks = Ranks(setup.config(num_ranks=2), hash_chain_dir(setup), FAULTY)
         try:
