@@ -1,10 +1,10 @@
 """Sums over ranks on GPUs of one host: `python -m benchmarks.allreduce`.
 
-Compares the package's one-shot and two-shot, which add the residual too, with NCCL and torch's one-shot and two-shot,
-which don't, for few and many tokens. Each is timed as in a step: a CUDA graph of many exchanges in sequence, on the
-slowest rank. The floor is the least number of bytes that a rank must send, at the measured bandwidth of a copy to a
-peer, plus an empty launch. Before anything is timed it is checked: ours bit for bit against the sum in the order of
-ranks, the others within rounding.
+Compares the package's one-shot and what it does for many tokens, which add the residual too, and the one-shot that also
+norms the result, with NCCL and torch's one-shot and two-shot, which do neither. Each is timed as in a step: a
+CUDA graph of many exchanges in sequence, on the slowest rank. The floor is the least number of bytes that a rank must
+send, at the measured bandwidth of a copy to a peer, plus an empty launch. Before anything is timed it is checked: ours
+bit for bit against the sum in the order of ranks, the others within rounding.
 
 Starts one process a GPU for each number of ranks, and says which it skips. Writes $OUT/allreduce.json.
 """
@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from agentspec.kernels import Norm
 from agentspec.kernels.peer_memory import ExchangeLayout, PeerMemory
+from agentspec.kernels.reference import rms_norm
 from agentspec.kernels.triton.exchange import ExchangeGroup
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -39,7 +41,7 @@ MOST_ELEMENTS = max(TOKENS) * max(HIDDEN)
 EXCHANGES_A_GRAPH, REPLAYS = 50, 7
 COPIED_BYTES = 256 << 20
 PATIENCE_SECONDS = 600
-METHODS = ("ours one-shot", "ours two-shot", "nccl", "torch one-shot", "torch two-shot")
+METHODS = ("ours one-shot", "with norm", "ours in bulk", "nccl", "torch one-shot", "torch two-shot")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ class RankOfBenchmark:
         self.name = process_group.group_name
         self.groups = {
             "ours one-shot": self._group(one_shot_elements=MOST_ELEMENTS),
-            "ours two-shot": self._group(one_shot_elements=1),
+            "ours in bulk": self._group(one_shot_elements=1),
         }
         self.whole = symmetric_memory.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric_memory.rendezvous(self.whole, process_group)
@@ -129,14 +131,23 @@ class RankOfBenchmark:
         parts = [
             torch.randn(tokens, hidden, device=self.device, generator=generator).to(dtype) for _ in range(self.ranks)
         ]
-        residual = torch.randn(tokens, hidden, device=self.device, generator=generator).bfloat16()
+        residual = torch.randn(tokens, hidden, device=self.device, generator=generator).to(dtype)
+        norm = Norm(weight=torch.randn(hidden, device=self.device, generator=generator).to(dtype), eps=1e-6)
         total = sum((part.float() for part in parts[1:]), parts[0].float())
         times = {}
         for method, group in self.groups.items():
+            if method == "ours one-shot" and tokens * hidden > MOST_ELEMENTS:
+                continue
             x = residual.clone()
             group.add_partial(x, parts[self.rank], None)
-            assert torch.equal(x, (residual.float() + total).bfloat16()), f"{method}: wrong at {tokens} x {hidden}"
+            assert torch.equal(x, (residual.float() + total).to(dtype)), f"{method}: wrong at {tokens} x {hidden}"
             times[method] = self.seconds(lambda: group.add_partial(x, parts[self.rank], None), EXCHANGES_A_GRAPH)  # noqa: B023
+        x, one_shot = residual.clone(), self.groups["ours one-shot"]
+        _, normed = one_shot.add_partial(x, parts[self.rank], norm)
+        if normed is not None:
+            torch.testing.assert_close(normed, rms_norm(x, norm), rtol=0.02, atol=0.02)
+            with_norm = lambda: one_shot.add_partial(x, parts[self.rank], norm)  # noqa: E731
+            times["with norm"] = self.seconds(with_norm, EXCHANGES_A_GRAPH)
         for method, run, result in self.yardsticks(parts[self.rank]):
             torch.testing.assert_close(result().float(), total, rtol=0.02, atol=0.1)
             times[method] = self.seconds(run, EXCHANGES_A_GRAPH)
@@ -246,8 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=list(HIDDEN))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     given = parser.parse_args(arguments)
-    if max(given.tokens) * max(given.hidden) > MOST_ELEMENTS:
-        parser.error(f"at most {MOST_ELEMENTS:,} elements fit the one-shot's slots")
+    if max(given.tokens) * max(given.hidden) * 4 > COPIED_BYTES:
+        parser.error(f"at most {COPIED_BYTES // 4:,} elements fit the buffer that torch's sums share")
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     num_devices = torch.cuda.device_count()

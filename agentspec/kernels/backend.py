@@ -119,13 +119,13 @@ class Backend(Protocol):
     def linear(self, x_NH: Tensor, weight_OH: Weight) -> Tensor:
         """x W^T: [N, O] in x's dtype."""
 
-    def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+    def norm_linear(self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
         """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra` appended; those are never
-        rounded to 8 bits."""
+        rounded to 8 bits. norm: None if the input is normed already."""
 
-    def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
+    def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
         """silu(gate) * up of the normed input, [N, I] in x's dtype. gate_up holds the rows of gate, then those of
-        up."""
+        up. norm: as of `norm_linear`."""
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from agentspec.kernels import reference
 from agentspec.kernels.backend import Backend, MixtureWeights, Norm
 from agentspec.kernels.reference.ranking import token_of
-from agentspec.kernels.weights import Plain, Weight
+from agentspec.kernels.weights import Weight
 
 
 class Group(Protocol):
@@ -116,14 +116,15 @@ class _Grouped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-        normed = self._normed
-        if normed is None or normed.x_NH is not x_NH or normed.norm is not norm:
-            return self._ops.norm_linear(x_NH, norm, weight_OH, extra_EH)
-        out_NO = self._ops.linear(normed.normed_NH, weight_OH)
-        return (
-            out_NO if extra_EH is None else torch.cat([out_NO, self._ops.linear(normed.normed_NH, Plain(extra_EH))], -1)
-        )
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        x, still = self._normed_of(x, norm)
+        return x if still is None else self._ops.rms_norm(x, still)
+
+    def norm_linear(self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+        return self._ops.norm_linear(*self._normed_of(x_NH, norm), weight_OH, extra_EH)
+
+    def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
+        return self._ops.norm_swiglu(*self._normed_of(x_NH, norm), gate_up_2IH)
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
         return self._add_partial(residual_NH, self._ops.linear(x_NO, weight_HO), next_norm)
@@ -131,7 +132,7 @@ class _Grouped:
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
     ) -> Tensor:
-        return self.add_linear(residual_NH, self._ops.norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
+        return self.add_linear(residual_NH, self.norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
 
     def add_experts(
         self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
@@ -148,6 +149,13 @@ class _Grouped:
         """head_OH, ids_O: this rank's."""
         assert ids_O is not None, "a rank's rows have ids of their own"
         return self._group.best(self._ops.draft_best(x_NH, head_OH, ids_O))
+
+    def _normed_of(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """(x, the norm that it still needs): the normed x if that came with the sum."""
+        normed = self._normed
+        if normed is None or normed.x_NH is not x or normed.norm is not norm:
+            return x, norm
+        return normed.normed_NH, None
 
     def _add_partial(self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None) -> Tensor:
         x_NH, normed_NH = self._group.add_partial(residual_NH, partial_NH, next_norm)

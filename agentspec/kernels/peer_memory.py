@@ -8,6 +8,7 @@ letters: R ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -66,17 +67,19 @@ class Channel:
     def end(self) -> int:
         return self.slots + self.phases * NUM_HALVES * self.ranks * self.programs * self.region
 
-    def constants(self) -> dict[str, int]:
-        """Constants of the channel's kernel."""
+    def places(self) -> dict[str, int]:
+        """Constants of a kernel that has epochs and slots."""
         return {
             "RANKS": self.ranks,
             "PROGRAMS": self.programs,
             "EPOCHS": self.begin,
-            "FLAGS": self.flags,
             "SLOTS": self.slots,
             "REGION": self.region,
-            "BLOCK": self.block,
         }
+
+    def constants(self) -> dict[str, int]:
+        """Constants of a kernel that has flags and blocks too."""
+        return self.places() | {"FLAGS": self.flags, "BLOCK": self.block}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +88,14 @@ class ExchangeLayout:
 
     ranks: int
     programs: int = 64
-    """Of a one-shot, a two-shot and a gather. Well below the number of multiprocessors: a program spins on one."""
+    """Of a two-shot and a gather. Well below the number of multiprocessors: a program spins on one."""
+    one_shot_programs: int = 0
+    """Each has whole rows. 0: 64 / ranks, but no fewer than 16."""
     one_shot_elements: int = 0
     """Larger sums take two shots. 0: 163,840 / ranks, which is 16 tokens of 5,120 for two ranks: in one shot a rank
     sends the whole tensor to each of its peers."""
+    widest: int = 8192
+    """Elements of the widest row that is summed in one shot."""
     two_shot_elements: int = 1 << 21
     """Elements of one round of a two-shot; larger sums take several rounds in one launch. A rank has slots of
     8 * 4 * this many bytes."""
@@ -96,8 +103,8 @@ class ExchangeLayout:
     """Elements of one rank's part in one round of a gather. 0: 2**20 / ranks."""
     winner_programs: int = 16
     winners_a_program: int = 16
-    block: int = 1024
-    """Elements that a program of a one-shot handles at a time; one of a two-shot or a gather handles twice as many."""
+    block: int = 2048
+    """Elements that a program of a two-shot or a gather handles at a time."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
@@ -109,17 +116,30 @@ class ExchangeLayout:
 
     @cached_property
     def one_shot(self) -> Channel:
-        region = 4 * whole_share(self.one_shot_limit, self.programs)
-        return self._channel(self.programs, 1, region, self.block, ABORTED_BYTES)
+        """Without flags: each word of a slot has a tag. A region has two planes of words, of which each is half data.
+        N rows of H elements are at most N / programs + 1 rows a program."""
+        programs = self.one_shot_programs or max(64 // self.ranks, 16)
+        region = 2 * 4 * (-(-self.one_shot_limit // programs) + self.widest)
+        return self._channel(programs, 1, region, self.block, ABORTED_BYTES)
+
+    def in_one_shot(self, shape: tuple[int, ...], dtype: torch.dtype, partial_dtype: torch.dtype) -> bool:
+        """Whether a sum [N, H] takes one shot. Words are those of both tensors, so these have one dtype, and rows of
+        whole pairs of words."""
+        return (
+            math.prod(shape) <= self.one_shot_limit
+            and shape[1] <= self.widest
+            and dtype == partial_dtype
+            and shape[1] * dtype.itemsize % 8 == 0
+        )
 
     @cached_property
     def two_shot(self) -> Channel:
         region = 4 * whole_share(self.two_shot_elements, self.programs * self.ranks)
-        return self._channel(self.programs, 2, region, 2 * self.block, self.one_shot.end)
+        return self._channel(self.programs, 2, region, self.block, self.one_shot.end)
 
     @cached_property
     def gather(self) -> Channel:
-        elements, block = self.gather_elements or (1 << 20) // self.ranks, 2 * self.block
+        elements, block = self.gather_elements or (1 << 20) // self.ranks, self.block
         region = 4 * block * max(1, elements // (self.programs * block))
         return self._channel(self.programs, 1, region, block, self.two_shot.end)
 

@@ -41,11 +41,14 @@ class DecoderLayer:
         )
         ffn = parameters.under("mlp.")
         self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
+        # A mixture norms its input itself, while it scores the experts.
+        self._norm_with_sum = self.post_norm if config.moe is None else None
 
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore) -> Tensor:
         """x plus the mixer's output; `core` runs between the mixer's projections."""
         projected_NP = self.mixer.project(x_NH, self.input_norm)
-        return self._ops.add_linear(x_NH, core(self.mixer, projected_NP, memory), self.mixer.out_proj, self.post_norm)
+        mixed_NX = core(self.mixer, projected_NP, memory)
+        return self._ops.add_linear(x_NH, mixed_NX, self.mixer.out_proj, self._norm_with_sum)
 
 
 class MtpHead:
@@ -182,7 +185,7 @@ class HybridModel(ABC):
             self.pools.layers[-1],
             lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP),
         )
-        x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm)
+        x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm, head.norm)
         return self._ops.rms_norm(x_NH, head.norm).view_as(hidden_BTH)
 
     def mtp_prefill(self, batch: kernels.PrefillBatch, previous_NH: Tensor) -> None:

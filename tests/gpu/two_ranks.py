@@ -22,9 +22,9 @@ from tests.kernels.triton.exchange_rank import best_token, rank_order_sum
 RANKS = 2
 HIDDEN = 2560
 TOKENS = (1, 3, 4, 16, 32, 33, 64, 256, 1000)
-"""One-shots up to 32 tokens, then two-shots; the last takes two rounds."""
-MOST_EARLY = 4
-"""Exchanges of a rank that are launched early at a time: 256 programs, of which a device runs several times as many."""
+"""Those up to 32 tokens take one shot where both tensors have one dtype, the others two, and the last two rounds."""
+MOST_EARLY = 2
+"""Exchanges of a rank that are launched early at a time: both ranks' programs must fit the device, 256 of 16 warps."""
 PATIENCE = 60
 """Seconds until a hang is a failure."""
 
@@ -34,7 +34,7 @@ class TwoRanks:
     all exchanges, so each of them leaves its mark on the bits compared at the end."""
 
     def __init__(self, device: torch.device, *, overlapped: bool, dtype: torch.dtype = torch.float32) -> None:
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.overlapped = overlapped
         self.num_exchanges = 0
         layout = ExchangeLayout(ranks=RANKS)
@@ -56,7 +56,7 @@ class TwoRanks:
         self.check()
 
     def empty(self, tokens: int) -> Tensor:
-        return torch.zeros(tokens, HIDDEN, device=self.device)
+        return torch.zeros(tokens, HIDDEN, dtype=self.dtype, device=self.device)
 
     def launch(self, rank: int, tokens: int) -> None:
         with torch.cuda.stream(self.streams[rank]):

@@ -35,6 +35,9 @@ class Scheme:
     """Whether pushes wait until the exchange before has ended on this rank."""
     release_covers_pushes: bool = True
     """Whether a flag arrives after the pushes before it."""
+    tagged: bool = False
+    """Cells of one-shots have their epoch as a tag, and no flags are set. There are no programs without a cell, so each
+    program counts the exchanges in which it had some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class Machine:
     exchanges: list[Exchange]
     slots: dict[Any, Any] = field(default_factory=dict)
     """(rank, kind, phase, half, sender, place): (exchange, round, phase, sender)."""
+    tags: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
     flags: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
     epochs: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
     ended: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
@@ -104,8 +108,15 @@ class Machine:
                 for place in places:
                     for peer in peers:
                         key = (peer, kind, phase, half, rank, place)
-                        sent[peer].append(self.send(self.slots, key, (index, turn, phase, rank)))
+                        sent[peer].append(self.send(self.slots, key, (index, turn, phase, rank), tag=epoch))
                         yield lambda: True
+                if scheme.tagged and kind == "one-shot":
+                    for place in places:
+                        for peer in peers:
+                            key = (rank, kind, phase, half, peer, place)
+                            yield lambda key=key, epoch=epoch: self.tags[key] == epoch  # type: ignore[misc]
+                            self.num_wrong += self.slots[key] != (index, turn, phase, peer)
+                    continue
                 for peer in peers:
                     flag = (peer, kind, phase, program, rank)
                     # Stores of one program to one place keep their order, whatever else is missing.
@@ -121,10 +132,20 @@ class Machine:
                         yield lambda: True
                         found = self.slots.get((rank, kind, phase, half, peer, place))
                         self.num_wrong += found != (index, turn, phase, peer)
-        self.end(rank, index, counter, epoch)
+        is_absent = scheme.tagged and kind == "one-shot" and not places
+        self.end(rank, index, counter, self.epochs[counter] if is_absent else epoch)
 
-    def send(self, memory: dict[Any, Any], key: Any, value: Any, after: list[Message] | None = None) -> Message:
-        message = Message(lambda: memory.__setitem__(key, value), after or [])
+    def send(
+        self, memory: dict[Any, Any], key: Any, value: Any, after: list[Message] | None = None, *, tag: int = 0
+    ) -> Message:
+        """A tag arrives together with the value."""
+
+        def deliver() -> None:
+            memory[key] = value
+            if memory is self.slots:
+                self.tags[key] = tag
+
+        message = Message(deliver, after or [])
         self.in_flight.append(message)
         return message
 
@@ -205,6 +226,7 @@ def num_failures(scheme: Scheme, runs: int, *, stop: bool) -> int:
     [
         pytest.param(Scheme(), id="fixed grids"),
         pytest.param(Scheme(fixed_grid=False, shared_epoch=True), id="one epoch, moved by the last"),
+        pytest.param(Scheme(tagged=True), id="tags instead of flags"),
     ],
 )
 def test_right_protocols_never_read_wrong_data(scheme: Scheme) -> None:
@@ -221,6 +243,8 @@ def test_right_protocols_never_read_wrong_data(scheme: Scheme) -> None:
             Scheme(fixed_grid=False, shared_epoch=True, first_to_end_advances=True), id="an epoch advanced early"
         ),
         pytest.param(Scheme(release_covers_pushes=False), id="no barrier before the release"),
+        pytest.param(Scheme(tagged=True, halves=1), id="tags, and one half"),
+        pytest.param(Scheme(tagged=True, waits_for_previous=False), id="tags, and a push before the wait"),
     ],
 )
 def test_planted_mistakes_are_found(scheme: Scheme) -> None:

@@ -38,13 +38,13 @@ def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
     return torch.cat([torch_linear(x_NH, piece.dequantize(x_NH.dtype)) for piece in pieces], -1)
 
 
-def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-    normed_NH = rms_norm(x_NH, norm)
+def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+    normed_NH = x_NH if norm is None else rms_norm(x_NH, norm)
     out_NO = linear(normed_NH, weight_OH)
     return out_NO if extra_EH is None else torch.cat([out_NO, torch_linear(normed_NH, extra_EH)], -1)
 
 
-def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
+def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     gate_NI, up_NI = norm_linear(x_NH, norm, gate_up_2IH).chunk(2, -1)
     return silu(gate_NI) * up_NI
 

@@ -1,19 +1,25 @@
 """Exchanges between the ranks of a group: sums in the order of ranks, winners, and the gather of logits.
 
 Every rank pushes into slots of its peers' buffers (peer_memory.py), then sets a flag at each with release order; it
-waits for the flags of all peers with acquire order and reads its own slots. Two ways to sum give the same bits, because
+waits for the flags of all peers with acquire order and reads its own slots. All ways to sum give the same bits, because
 every element is added in float32 in the order of ranks, then to the residual, and rounded once:
 
-    one-shot   every rank pushes its whole partial sum to all, and adds up everything
+    one-shot   every rank pushes its whole partial sum to all, and adds up everything; for few tokens, and without
+               flags (exchange_one_shot.py)
     two-shot   part q goes to rank q, which adds it up and pushes the result to all; in rounds if it is large
+    paired     the same of two ranks: each pushes all it has in rounds, which are no more bytes than in two shots
+    paired     what two ranks do instead, for whom one shot moves no more bytes: each pushes all it has, in rounds
 
 Why two halves of a slot suffice. Epoch e of program p uses half e % 2. A rank pushes for epoch e + 2 only after its own
 epoch e + 1 ended, so it has seen every peer's flag of e + 1, which that peer set after all its reads of e. This needs:
 
 - Nothing is read or pushed before `await_previous`, the epoch included.
 - All exchanges of a rank run on one stream, all ranks in the same sequence.
-- Program p always has the same place, whatever the size: so a channel has one fixed grid, and idle programs exchange
-  flags too. Epochs are device memory and advance in the kernel, so graphs and eager launches mix freely.
+- Program p always has the same place, whatever the size: so a channel with flags has one fixed grid, and idle programs
+  exchange flags too. Epochs are device memory and advance in the kernel, so graphs and eager launches mix freely.
+
+Paired rounds have four quarters, because round e + 1 is pushed before round e is awaited. A rank that pushes it has
+seen the flag of e - 1, which its peer set after all its reads of e - 3.
 
 Program p waits only for program p of other ranks, so not all programs need to be resident at once.
 
@@ -35,16 +41,25 @@ from torch import Tensor, distributed
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.peer_memory import FLAG_LINE, Channel, ExchangeLayout, PeerMemory, whole_share
 from agentspec.kernels.triton import launch
-from agentspec.kernels.triton.launch import INTERPRETED, LaunchOptions, await_previous, release_next
+from agentspec.kernels.triton.exchange_one_shot import one_shot_kernel
+from agentspec.kernels.triton.exchange_slots import (
+    begin_exchange,
+    end_exchange,
+    look_for_abort,
+    pointer,
+    slot_at,
+    wide,
+)
+from agentspec.kernels.triton.launch import LaunchOptions, await_previous, release_next
 from agentspec.kernels.triton.ranking import LOWEST_RANK, order_key, token_of_rank
 
-POLLS_A_LOOK = 16 if INTERPRETED else 1024
+PAIRED_BLOCKS = 8
+"""Blocks that a program of paired rounds handles at a time: with fewer loads in flight the link has nothing to do."""
 PART_BLOCK = 4096
 """Logits of one program of `_part_best`."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _FLAG_LINE: tl.constexpr = tl.constexpr(FLAG_LINE)
-_POLLS_A_LOOK: tl.constexpr = tl.constexpr(POLLS_A_LOOK)
 _KEY_OF_NAN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 """Above the order key of every number."""
 
@@ -90,14 +105,19 @@ class ExchangeGroup:
         """See kernels.RankGroup."""
         self.memory.close()
 
-    def add_partial(self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None) -> tuple[Tensor, None]:
-        """See kernels.Group. Both contiguous and 16-byte aligned; dtypes may differ: partial sums travel in theirs."""
+    def add_partial(
+        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See kernels.Group. Both contiguous and 16-byte aligned; dtypes may differ: partial sums travel in theirs. The
+        norm comes with sums in one shot only."""
         assert residual_NH.shape == partial_NH.shape
         assert residual_NH.is_contiguous()
         assert partial_NH.is_contiguous()
         assert residual_NH.data_ptr() % 16 == partial_NH.data_ptr() % 16 == 0
-        if residual_NH.numel() <= self.layout.one_shot_limit:
-            self._one_shot(residual_NH, partial_NH)
+        if self.layout.in_one_shot(residual_NH.shape, residual_NH.dtype, partial_NH.dtype):
+            return residual_NH, self._one_shot(residual_NH, partial_NH, next_norm)
+        if self.size == 2:
+            self._paired(residual_NH, partial_NH)
         else:
             self._two_shot(residual_NH, partial_NH)
         return residual_NH, None
@@ -190,25 +210,37 @@ class ExchangeGroup:
         )
         return out_NV
 
-    def _one_shot(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
+    def _one_shot(self, residual_NH: Tensor, partial_NH: Tensor, norm: Norm | None) -> Tensor | None:
+        """The normed sum, if there is a norm."""
+        num_rows, width = residual_NH.shape
+        assert norm is None or norm.weight.dtype == residual_NH.dtype
         channel = self.layout.one_shot
-        _one_shot[(channel.programs,)](
+        normed_NH = None if norm is None else torch.empty_like(residual_NH)
+        if num_rows == 0:
+            return normed_NH
+        block = triton.next_power_of_2(width * residual_NH.element_size() // 8)
+        one_shot_kernel[(min(num_rows, channel.programs),)](
             residual_NH,
             partial_NH,
+            normed_NH,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
             self.memory.table_R,
             self.rank,
-            partial_NH.numel(),
-            _share(partial_NH.numel(), channel, channel.programs),
+            num_rows,
             DTYPE=DTYPES[partial_NH.dtype],
-            BYTES=partial_NH.element_size(),
-            **channel.constants(),
-            num_warps=4,
+            H=width,
+            BLOCK=block,
+            **channel.places(),
+            num_warps=min(max(block // 128, 1), 16),
             **self._options,
         )
+        return normed_NH
 
     def _two_shot(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
         channel, num_elements = self.layout.two_shot, partial_NH.numel()
-        share = _share(num_elements, channel, channel.programs * self.size)
+        size = max(partial_NH.element_size(), residual_NH.element_size())
+        share = _share(num_elements, channel, channel.programs * self.size, size)
         _two_shot[(channel.programs,)](
             residual_NH,
             partial_NH,
@@ -225,65 +257,27 @@ class ExchangeGroup:
             **self._options,
         )
 
-
-def _share(num_elements: int, channel: Channel, num_shares: int) -> int:
-    """Elements of a share that fits a slot of up to 4 bytes an element; several rounds may be needed."""
-    return min(whole_share(max(num_elements, 1), num_shares), channel.region // 64 * 16)
-
-
-@triton.jit
-def _slot(  # type: ignore[no-untyped-def]
-    base,
-    half,
-    sender,
-    p,
-    PHASE: tl.constexpr,
-    RANKS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    REGION: tl.constexpr,
-):
-    """The address of a program's region in the buffer at `base`."""
-    return base + SLOTS + (((PHASE * 2 + half) * RANKS + sender) * PROGRAMS + p) * REGION
+    def _paired(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
+        channel, num_elements = self.layout.two_shot, partial_NH.numel()
+        share = _share(num_elements, channel, channel.programs, partial_NH.element_size())
+        _paired[(channel.programs,)](
+            residual_NH,
+            partial_NH,
+            self.memory.table_R,
+            self.rank,
+            num_elements,
+            share,
+            triton.cdiv(num_elements, channel.programs * share),
+            DTYPE=DTYPES[partial_NH.dtype],
+            **channel.constants() | {"BLOCK": PAIRED_BLOCKS * channel.block},
+            num_warps=16,
+            **self._options,
+        )
 
 
-@triton.jit
-def _pointer(address, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return address.to(tl.pointer_type(dtype))
-
-
-@triton.jit
-def _wide(address, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer to what may be moved 16 bytes at a time. The hint counts only on the pointer, not on the address."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
-def _addresses(table, rank, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of this rank's buffer and of those of the ranks behind it, one by one, and where flags are set at
-    several peers all of them in one tensor. They never change, so they are read before the wait for the previous
-    kernel."""
-    bases = (tl.load(table + (rank + 1) % RANKS),)
-    for step in tl.static_range(2, RANKS):
-        bases = bases + (tl.load(table + (rank + step) % RANKS),)  # type: ignore[assignment]  # noqa: RUF005
-    everyone = bases[0]
-    if RANKS > 2:
-        peer = tl.arange(0, triton.next_power_of_2(RANKS))
-        everyone = tl.load(table + peer, mask=peer < RANKS, other=0)
-    return tl.load(table + rank), bases, everyone
-
-
-@triton.jit
-def _begin(table, rank, RANKS: tl.constexpr, EPOCHS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How every exchange begins, `await_previous` included. Return `_addresses`, the program, its last epoch, and
-    whether no earlier exchange of this rank was aborted."""
-    release_next(PDL)
-    home, bases, everyone = _addresses(table, rank, RANKS)
-    await_previous(PDL)
-    p = tl.program_id(0).to(tl.int64)
-    epoch = tl.load(_pointer(home + EPOCHS, tl.int64) + p)
-    healthy = tl.load(_pointer(home, tl.int64), volatile=True) == 0
-    return home, bases, everyone, p, epoch, healthy
+def _share(num_elements: int, channel: Channel, num_shares: int, element_size: int) -> int:
+    """Elements of a share that fits a slot; several rounds may be needed."""
+    return min(whole_share(max(num_elements, 1), num_shares), channel.region // (16 * element_size) * 16)
 
 
 @triton.jit
@@ -301,7 +295,7 @@ def _set_flags(  # type: ignore[no-untyped-def]
     """Tell every peer that this program's pushes are complete, unless they are wrong. `healthy` need not be the same in
     all threads: those that set flags decide."""
     tl.debug_barrier()  # The release covers the stores of other threads only through a barrier.
-    flags = _pointer(everyone + FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE + rank.to(tl.int64) * 8, tl.int64)
+    flags = pointer(everyone + FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE + rank.to(tl.int64) * 8, tl.int64)
     if RANKS == 2:
         tl.atomic_xchg(flags, epoch, mask=healthy, sem="release", scope="sys")
     else:
@@ -334,19 +328,19 @@ def _await_flags(  # type: ignore[no-untyped-def]
     PROGRAMS: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """Wait until all peers have set this program's flags to the epoch. Return other than 0 if the abort word is set, or
-    was before. All polls are atomics, whose result is the same in all threads of a program: a load need not be."""
-    flags = _pointer(home + FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE, tl.int64)
-    abort = _pointer(tl.load(table + RANKS), tl.int64)
+    """Wait until all peers have set this program's flags to the epoch. Return other than 0 if the abort word freed this
+    program instead, or had done so before. All polls are atomics, whose result is the same in all threads of a program:
+    a load need not be."""
+    flags = pointer(home + FLAGS + (PHASE * PROGRAMS + p) * _FLAG_LINE, tl.int64)
+    before = aborted
     polls = 0
     least = _least_flag(flags, rank, epoch, RANKS)
     while (least < epoch) & (aborted == 0):
         polls += 1
-        if polls % _POLLS_A_LOOK == 0:
-            aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys")
+        aborted = look_for_abort(table, polls, aborted, RANKS)
         least = _least_flag(flags, rank, epoch, RANKS)
     tl.debug_barrier()
-    return aborted
+    return tl.where(least < epoch, aborted, before)
 
 
 @triton.jit
@@ -371,14 +365,6 @@ def _meet(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _end(home, p, epoch, aborted, EPOCHS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the program's epoch, behind a barrier that follows every thread's load of it."""
-    tl.store(_pointer(home + EPOCHS, tl.int64) + p, epoch)
-    if aborted != 0:
-        tl.store(_pointer(home, tl.int64), 1)
-
-
-@triton.jit
 def _sum_of_ranks(  # type: ignore[no-untyped-def]
     own,
     home,
@@ -395,61 +381,14 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
 ):
     """float32: elements i of all ranks' partial sums, added in the order of ranks. own: the address of this rank's."""
     for sender in tl.static_range(RANKS):
-        slot = _slot(home, half, sender, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        source = _wide(tl.where(rank == sender, own, slot), DTYPE)
+        slot = slot_at(home, half, sender, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+        source = wide(tl.where(rank == sender, own, slot), DTYPE)
         part = tl.load(source + i, mask=mask, other=0.0, volatile=True).to(tl.float32)
         if sender == 0:
             total = part
         else:
             total += part
     return total
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _one_shot(  # type: ignore[no-untyped-def]
-    residual,
-    partial,
-    table,
-    rank,
-    num_elements,
-    share,
-    DTYPE: tl.constexpr,
-    BYTES: tl.constexpr,
-    RANKS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    EPOCHS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    REGION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program p adds up elements p * share to (p + 1) * share."""
-    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
-    first = p * share
-    i = tl.arange(0, BLOCK)
-    # Few tokens are a single block. Loaded here, it is in flight together with the epoch.
-    part = tl.load(partial + first + i, mask=(i < share) & (first + i < num_elements))
-    epoch += 1
-    half = epoch % 2
-    for start in range(0, share, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        mask = (i < share) & (first + i < num_elements)
-        if start > 0:
-            part = tl.load(partial + first + i, mask=mask)
-        for step in tl.static_range(1, RANKS):
-            slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-            tl.store(_wide(slot, DTYPE) + i, part, mask=mask)
-    aborted = _meet(table, home, everyone, rank, p, epoch, healthy, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
-    if aborted == 0:
-        own = partial.to(tl.int64) + first * BYTES
-        for start in range(0, share, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            mask = (i < share) & (first + i < num_elements)
-            x = tl.load(residual + first + i, mask=mask).to(tl.float32)
-            total = _sum_of_ranks(own, home, half, rank, p, i, mask, DTYPE, RANKS, PROGRAMS, SLOTS, REGION)
-            tl.store(residual + first + i, (x + total).to(residual.dtype.element_ty), mask=mask)
-    _end(home, p, epoch, aborted, EPOCHS)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rounds"])
@@ -474,7 +413,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """In each round program p handles RANKS consecutive shares, one for each rank to add up. A round is an epoch."""
-    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
+    home, bases, everyone, p, epoch, healthy = begin_exchange(table, rank, RANKS, EPOCHS, PDL)
     aborted = tl.zeros_like(epoch)
     for turn in range(num_rounds):
         epoch += 1
@@ -482,9 +421,9 @@ def _two_shot(  # type: ignore[no-untyped-def]
         first = (turn * PROGRAMS + p) * RANKS * share
         for step in tl.static_range(1, RANKS):
             peer = (rank + step) % RANKS
-            slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+            slot = slot_at(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             theirs = first + peer * share
-            _copy(partial + theirs, _wide(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
+            _copy(partial + theirs, wide(slot, DTYPE), share, num_elements - theirs, BLOCK, False)
         aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 0, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             mine = first + rank * share
@@ -497,18 +436,82 @@ def _two_shot(  # type: ignore[no-untyped-def]
                 y = (x + total).to(OUT_DTYPE)
                 tl.store(residual + mine + i, y, mask=mask)
                 for step in tl.static_range(1, RANKS):
-                    slot = _slot(bases[step - 1], half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
-                    tl.store(_wide(slot, OUT_DTYPE) + i, y, mask=mask)
+                    slot = slot_at(bases[step - 1], half, rank, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
+                    tl.store(wide(slot, OUT_DTYPE) + i, y, mask=mask)
         healthy &= aborted == 0
         aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 1, RANKS, PROGRAMS, FLAGS)
         if aborted == 0:
             for step in tl.static_range(1, RANKS):
                 peer = (rank + step) % RANKS
-                slot = _slot(home, half, peer, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
+                slot = slot_at(home, half, peer, p, 1, RANKS, PROGRAMS, SLOTS, REGION)
                 theirs = first + peer * share
-                _copy(_wide(slot, OUT_DTYPE), residual + theirs, share, num_elements - theirs, BLOCK, True)
+                _copy(wide(slot, OUT_DTYPE), residual + theirs, share, num_elements - theirs, BLOCK, True)
         healthy &= aborted == 0
-    _end(home, p, epoch, aborted, EPOCHS)
+    end_exchange(home, p, epoch, aborted, EPOCHS)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rounds"])
+def _paired(  # type: ignore[no-untyped-def]
+    residual,
+    partial,
+    table,
+    rank,
+    num_elements,
+    share,
+    num_rounds,
+    DTYPE: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    EPOCHS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """In each round program p of both ranks adds up one share. A round is an epoch, and has a quarter of the slots. The
+    next round is pushed before this one is awaited, so that the link has work meanwhile."""
+    home, bases, everyone, p, epoch, healthy = begin_exchange(table, rank, RANKS, EPOCHS, PDL)
+    aborted = tl.zeros_like(epoch)
+    ahead = epoch
+    for turn in range(num_rounds + 1):
+        if turn < num_rounds:
+            ahead += 1
+            first = (turn * PROGRAMS + p) * share
+            slot = _quarter(bases[0], ahead, rank, p, RANKS, PROGRAMS, SLOTS, REGION)
+            _copy(partial + first, wide(slot, DTYPE), share, num_elements - first, BLOCK, False)
+            _set_flags(everyone, rank, p, ahead, healthy, 0, RANKS, PROGRAMS, FLAGS)
+        if turn > 0:
+            epoch += 1
+            first = ((turn - 1) * PROGRAMS + p) * share
+            aborted = _await_flags(table, home, rank, p, epoch, aborted, 0, RANKS, PROGRAMS, FLAGS)
+            if aborted == 0:
+                slot = wide(_quarter(home, epoch, 1 - rank, p, RANKS, PROGRAMS, SLOTS, REGION), DTYPE)
+                for start in range(0, share, BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    mask = (i < share) & (first + i < num_elements)
+                    x = tl.load(residual + first + i, mask=mask).to(tl.float32)
+                    own = tl.load(partial + first + i, mask=mask).to(tl.float32)
+                    other = tl.load(slot + i, mask=mask, volatile=True).to(tl.float32)
+                    # Of two terms the order changes no bit.
+                    tl.store(residual + first + i, (x + (own + other)).to(residual.dtype.element_ty), mask=mask)
+            healthy &= aborted == 0
+    end_exchange(home, p, epoch, aborted, EPOCHS)
+
+
+@triton.jit
+def _quarter(  # type: ignore[no-untyped-def]
+    base,
+    epoch,
+    sender,
+    p,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+):
+    """The address of a program's region for an epoch of paired rounds."""
+    return slot_at(base, epoch % 4, sender, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
 
 
 @triton.jit
@@ -546,7 +549,7 @@ def _gather(  # type: ignore[no-untyped-def]
 ):
     """A tile is BLOCK columns of a row of a part, each part as if it were as wide as the widest. In each round program
     p handles `tiles` consecutive ones. A round is an epoch."""
-    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
+    home, bases, everyone, p, epoch, healthy = begin_exchange(table, rank, RANKS, EPOCHS, PDL)
     aborted = tl.zeros_like(epoch)
     i = tl.arange(0, BLOCK)
     for turn in range(num_rounds):
@@ -560,19 +563,19 @@ def _gather(  # type: ignore[no-untyped-def]
             v = tl.load(bounds + rank) + w
             tl.store(out + n * vocab_size + v, x, mask=(w < width) & (v < vocab_size))
             for step in tl.static_range(1, RANKS):
-                slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-                tl.store(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, x)
+                slot = slot_at(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+                tl.store(wide(slot, DTYPE) + (tile - first) * BLOCK + i, x)
         aborted = _meet(table, home, everyone, rank, p, epoch, healthy, aborted, 0, RANKS, PROGRAMS, FLAGS)
         healthy &= aborted == 0
         for step in tl.static_range(1, RANKS):
             peer = (rank + step) % RANKS
             begin, end = tl.load(bounds + peer), tl.load(bounds + peer + 1)
-            slot = _slot(home, half, peer, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+            slot = slot_at(home, half, peer, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
             for tile in range(first, last):
                 n, w = (tile // tiles_a_row).to(tl.int64), (tile % tiles_a_row) * BLOCK + i
-                x = tl.load(_wide(slot, DTYPE) + (tile - first) * BLOCK + i, volatile=True)
+                x = tl.load(wide(slot, DTYPE) + (tile - first) * BLOCK + i, volatile=True)
                 tl.store(out + n * vocab_size + begin + w, x, mask=begin + w < tl.minimum(end, vocab_size))
-    _end(home, p, epoch, aborted, EPOCHS)
+    end_exchange(home, p, epoch, aborted, EPOCHS)
 
 
 @triton.jit(do_not_specialize=["first_id"])
@@ -611,7 +614,7 @@ def _winners(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """Program p finds the winners of rows p, p + PROGRAMS, …"""
-    home, bases, everyone, p, epoch, healthy = _begin(table, rank, RANKS, EPOCHS, PDL)
+    home, bases, everyone, p, epoch, healthy = begin_exchange(table, rank, RANKS, EPOCHS, PDL)
     epoch += 1
     half = epoch % 2
     i, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
@@ -624,12 +627,12 @@ def _winners(  # type: ignore[no-untyped-def]
     )
     winner = tl.max(tile, 1)
     for step in tl.static_range(1, RANKS):
-        slot = _slot(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        tl.store(_wide(slot, tl.int64) + i, winner, mask=is_row)
+        slot = slot_at(bases[step - 1], half, rank, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+        tl.store(wide(slot, tl.int64) + i, winner, mask=is_row)
     aborted = _meet(table, home, everyone, rank, p, epoch, healthy, tl.zeros_like(epoch), 0, RANKS, PROGRAMS, FLAGS)
     for step in tl.static_range(1, RANKS):
-        slot = _slot(home, half, (rank + step) % RANKS, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
-        other = tl.load(_wide(slot, tl.int64) + i, mask=is_row, other=LOWEST_RANK, volatile=True)
+        slot = slot_at(home, half, (rank + step) % RANKS, p, 0, RANKS, PROGRAMS, SLOTS, REGION)
+        other = tl.load(wide(slot, tl.int64) + i, mask=is_row, other=LOWEST_RANK, volatile=True)
         winner = tl.where(aborted == 0, tl.maximum(winner, other), winner)
     tl.store(out + n, token_of_rank(winner), mask=is_row)
-    _end(home, p, epoch, aborted, EPOCHS)
+    end_exchange(home, p, epoch, aborted, EPOCHS)

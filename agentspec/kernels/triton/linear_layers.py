@@ -52,14 +52,14 @@ def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
     return library_product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
 
 
-def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     if takes_decoded(weight_OH, x_NH):
-        return decoded_product(rms_norm(x_NH, norm), weight_OH, extra_EK=extra_EH)
+        return decoded_product(_normed(x_NH, norm), weight_OH, extra_EK=extra_EH)
     plan = _plan("norm_linear", x_NH, weight_OH, extra_EH)
     if plan is not None:
         return launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
-    if not _is_scaled(weight_OH, x_NH):
-        return library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
+    if norm is None or not _is_scaled(weight_OH, x_NH):
+        return library_product(_normed(x_NH, norm), weight_OH, extra_EH)
     num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
     out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
     normed_NH = None if extra_EH is None else torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
@@ -81,15 +81,19 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: 
     return residual_NH.add_(library_product(x_NO, weight_HO))
 
 
-def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
+def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     if takes_decoded(gate_up_2IH, x_NH):
-        return decoded_product(rms_norm(x_NH, norm), gate_up_2IH, is_swiglu=True)
+        return decoded_product(_normed(x_NH, norm), gate_up_2IH, is_swiglu=True)
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
     return (
-        swiglu(library_product(rms_norm(x_NH, norm), gate_up_2IH))
+        swiglu(library_product(_normed(x_NH, norm), gate_up_2IH))
         if plan is None
         else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
     )
+
+
+def _normed(x_NH: Tensor, norm: Norm | None) -> Tensor:
+    return x_NH if norm is None else rms_norm(x_NH, norm)
 
 
 def add_ffn(
@@ -232,11 +236,11 @@ def launch_linear(
     return out
 
 
-def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
+def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     """silu(gate) * up of the normed x by a given plan. [N, I] in x's dtype."""
-    x_NH, inner_norm = _norm_apart(plan, x_NH, norm)
+    x_NH, norm = _norm_apart(plan, x_NH, norm)
     if plan.programs:
-        assert inner_norm is None
+        assert norm is None
         assert isinstance(gate_up_2IH, BlockScaled)
         return launch_on_hopper(plan, x_NH, gate_up_2IH, is_swiglu=True)
     (num_tokens, depth), width = x_NH.shape, gate_up_2IH.shape[0] // 2
@@ -249,8 +253,8 @@ def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> 
             x_NH,
             x_NH.stride(0),
             *_operands(plan, gate_up_2IH),
-            None if inner_norm is None else inner_norm.weight,
-            norm.eps,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
             num_tokens,
             width,
             depth,

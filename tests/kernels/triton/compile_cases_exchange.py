@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 import triton.language as tl
 
 from agentspec.kernels.peer_memory import ExchangeLayout
 from agentspec.kernels.triton import exchange
+from agentspec.kernels.triton.exchange_one_shot import one_shot_kernel
 from tests.kernels.triton.compile_case import CompileCase
 
 RELEASE, ACQUIRE = "atom.global.sys.release.exch.b64", "ld.global.sys.acquire.b64"
 ACQUIRE_ALL = "atom.global.sys.acquire.add.u64"
 WIDE_PUSH, WIDE_READ = "st.global.v4", "ld.volatile.global.v4"
+TAGGED_PUSH, TAGGED_READ = "st.relaxed.sys.global.b64", "ld.volatile.global"
+TYPES: dict[str, Any] = {"bf16": tl.bfloat16, "fp32": tl.float32}
 MULTIPLES_OF_16 = ("num_elements", "share", "part_stride", "width", "vocab_size")
 INTEGERS = ("rank", "num_rounds", "num_tiles", "tiles_a_row", "tiles", *MULTIPLES_OF_16)
 
@@ -23,15 +27,15 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> 
     pointers = {"residual": out, "partial": partial, "part": partial, "out": partial, "table": "i64", "bounds": "i64"}
     signature = {name: f"*{pointers[name]}" for name in kernel.arg_names if name in pointers}
     signature |= {name: "i32" for name in kernel.arg_names if name in INTEGERS}
-    types: dict[str, Any] = {"bf16": tl.bfloat16, "fp32": tl.float32}
-    given = {"DTYPE": types[partial], "OUT_DTYPE": types[out], "BYTES": 2 if partial == "bf16" else 4}
+    given = {"DTYPE": TYPES[partial], "OUT_DTYPE": TYPES[out], "BYTES": 2 if partial == "bf16" else 4}
+    channel = layout.two_shot if kind == "paired" else getattr(layout, kind)
+    constants = channel.constants() | ({"BLOCK": exchange.PAIRED_BLOCKS * channel.block} if kind == "paired" else {})
     return CompileCase(
         name=f"{kind} {ranks} ranks {partial}",
         kernel=kernel,
         signature=signature,
-        constexprs={name: value for name, value in given.items() if name in kernel.arg_names}
-        | getattr(layout, kind).constants(),
-        num_warps=4 if kind == "one_shot" else 8,
+        constexprs={name: value for name, value in given.items() if name in kernel.arg_names} | constants,
+        num_warps=16 if kind == "paired" else 8,
         multiples_of_16=tuple(name for name in MULTIPLES_OF_16 if name in signature),
         instructions=(
             RELEASE,
@@ -40,6 +44,23 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> 
             WIDE_PUSH,
             WIDE_READ,
         ),
+    )
+
+
+def one_shot_case(ranks: int, dtype: str, width: int, *, has_norm: bool) -> CompileCase:
+    """One element type for all; `width` elements a row."""
+    block = triton.next_power_of_2(width * TYPES[dtype].primitive_bitwidth // 64)
+    tensors = ("residual", "partial", *(("normed", "gain") if has_norm else ()))
+    return CompileCase(
+        name=f"one_shot {ranks} ranks {dtype} {width}{' with norm' if has_norm else ''}",
+        kernel=one_shot_kernel,
+        signature=dict.fromkeys(tensors, f"*{dtype}")
+        | {"eps": "fp32", "table": "*i64", "rank": "i32", "num_rows": "i32"},
+        constexprs={"DTYPE": TYPES[dtype], "H": width, "BLOCK": block}
+        | ({} if has_norm else {"normed": None, "gain": None})
+        | ExchangeLayout(ranks=ranks).one_shot.places(),
+        num_warps=min(max(block // 128, 1), 16),
+        instructions=(TAGGED_PUSH, TAGGED_READ, ACQUIRE),
     )
 
 
@@ -61,10 +82,13 @@ def winners_case(ranks: int) -> CompileCase:
 
 
 CASES = [
-    exchange_case("one_shot", 2, "fp32"),
-    exchange_case("one_shot", 2, "bf16"),
-    exchange_case("one_shot", 8, "fp32"),
-    exchange_case("two_shot", 2, "bf16"),
+    one_shot_case(2, "bf16", 5120, has_norm=True),
+    one_shot_case(2, "bf16", 4096, has_norm=False),
+    one_shot_case(2, "fp32", 2560, has_norm=True),
+    one_shot_case(8, "bf16", 3072, has_norm=True),
+    exchange_case("paired", 2, "bf16"),
+    exchange_case("paired", 2, "fp32"),
+    exchange_case("two_shot", 4, "bf16"),
     exchange_case("two_shot", 8, "fp32"),
     exchange_case("gather", 2, "fp32"),
     exchange_case("gather", 8, "fp32"),

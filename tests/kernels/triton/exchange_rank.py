@@ -21,9 +21,11 @@ import triton.language as tl
 from torch import Tensor, distributed
 from triton.runtime import interpreter
 
-from agentspec.kernels import GatheredGroup
+from agentspec.kernels import GatheredGroup, Norm
 from agentspec.kernels.peer_memory import NUM_HALVES, Channel, ExchangeLayout, PeerMemory
+from agentspec.kernels.reference import rms_norm
 from agentspec.kernels.triton.exchange import ExchangeGroup
+from agentspec.kernels.triton.exchange_one_shot import EPOCHS_A_RENEWAL
 from tests.kernels.triton.poison import poison
 from tests.kernels.triton.quick_interpreter import make_quick
 
@@ -31,11 +33,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def small_layout(ranks: int) -> ExchangeLayout:
-    """Shares of more than one block, and several rounds at a few hundred elements."""
+    """Shares of more than one block, and several rows or rounds of a program at a few hundred elements."""
     return ExchangeLayout(
         ranks=ranks,
         programs=3,
+        one_shot_programs=3,
         one_shot_elements=400,
+        widest=80,
         two_shot_elements=600,
         gather_elements=1200,
         winner_programs=2,
@@ -53,6 +57,7 @@ class RankUnderTest:
         self.choices = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         """Drawn from by all ranks alike."""
+        self.num_one_shots = 0
 
     def normal(self, *shape: int) -> Tensor:
         """Values of very different sizes."""
@@ -61,10 +66,11 @@ class RankUnderTest:
 
     def check_sum(self, reference: GatheredGroup | None, num_elements: int, *, only_float32: bool = False) -> bool:
         """Return whether other bits would come of another order of additions. only_float32: no bfloat16, which hardly
-        ever shows the order."""
-        width = self.choices.choice([1, 5, 16, 80])
+        ever shows the order, and rows of 16."""
+        width = 16 if only_float32 else self.choices.choice([1, 4, 5, 16, 20, 80, 100])
         shape = (-(-num_elements // width), width)
-        dtype, partial_dtype = (self.choices.choice(DTYPES[:1] if only_float32 else DTYPES) for _ in range(2))
+        dtype, other_dtype = (self.choices.choice(DTYPES[:1] if only_float32 else DTYPES) for _ in range(2))
+        partial_dtype = self.choices.choice([dtype, dtype, other_dtype])
         residual_NH = self.normal(*shape).to(dtype)
         parts = [self.normal(*shape).to(partial_dtype) for _ in range(self.ranks)]
         expected_NH = rank_order_sum(residual_NH, parts)
@@ -72,11 +78,18 @@ class RankUnderTest:
         if reference is not None:
             gathered_NH, _ = reference.add_partial(residual_NH.clone(), parts[self.rank], None)
             assert torch.equal(gathered_NH, expected_NH)
-        sum_NH, normed = self.group.add_partial(residual_NH, parts[self.rank].clone(), None)
-        assert normed is None
+        gain_H = self.normal(width).to(dtype)
+        norm = Norm(weight=gain_H, eps=1e-6) if self.choices.random() < 0.5 else None
+        one_shot = self.layout.in_one_shot(shape, dtype, partial_dtype)
+        sum_NH, normed_NH = self.group.add_partial(residual_NH, parts[self.rank].clone(), norm)
         assert sum_NH is residual_NH
         assert torch.equal(sum_NH, expected_NH), (shape, dtype, partial_dtype)
-        one_shot = residual_NH.numel() <= self.layout.one_shot_limit
+        assert (normed_NH is None) == (norm is None or not one_shot)
+        if norm is not None and normed_NH is not None:
+            # bfloat16: a sum in another order may round to the next value.
+            relative = 1e-5 if dtype == torch.float32 else 0.008
+            torch.testing.assert_close(normed_NH, rms_norm(expected_NH, norm), rtol=relative, atol=1e-6)
+        self.num_one_shots += one_shot
         self.poison_free_slots(self.layout.one_shot if one_shot else self.layout.two_shot)
         return order_matters
 
@@ -110,11 +123,14 @@ class RankUnderTest:
         self.poison_free_slots(self.layout.gather)
 
     def poison_free_slots(self, channel: Channel) -> None:
-        """Poison the half of the last epoch: peers write it again only once they have seen a flag of the next one."""
+        """Poison the half of the last epoch: peers write it again only once they have seen a flag, or a tag, of the
+        next one."""
         epochs = self.memory.buffer[channel.begin :][: 8 * channel.programs].view(torch.int64)
-        assert epochs.min() == epochs.max(), "all programs advance, idle ones too"
-        slots = self.memory.buffer[channel.slots : channel.end].view(channel.phases, NUM_HALVES, -1)
-        slots[:, int(epochs[0]) % NUM_HALVES] = 255
+        slots = self.memory.buffer[channel.slots : channel.end].view(-1, self.ranks, channel.programs, channel.region)
+        if channel is self.layout.two_shot and self.ranks == 2:  # quarters: the last two epochs' are pushed ahead
+            return
+        for program, epoch in enumerate(epochs.tolist()):
+            slots[epoch % NUM_HALVES :: NUM_HALVES, :, program] = 255
 
 
 def rank_order_sum(residual_NH: Tensor, parts: list[Tensor]) -> Tensor:
@@ -161,16 +177,22 @@ def round_to_nearest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounded)
 
 
-def mixed(under_test: RankUnderTest, count: int, directory: Path) -> None:
-    """A small and a large sum whose order of additions matters, then exchanges of all kinds, in a random order. The
-    gathered sums are compared with gloo's as well."""
+def meet(under_test: RankUnderTest, directory: Path) -> distributed.ProcessGroup:
+    """Wait for all ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = distributed.FileStore(str(directory / "meeting"), under_test.ranks)  # type: ignore[attr-defined]
     distributed.init_process_group(
         "gloo", store=store, rank=under_test.rank, world_size=under_test.ranks, timeout=timedelta(seconds=60)
     )
     assert distributed.group.WORLD is not None
-    reference = GatheredGroup(distributed.group.WORLD)
+    distributed.barrier()
+    return distributed.group.WORLD
+
+
+def mixed(under_test: RankUnderTest, count: int, directory: Path) -> None:
+    """A small and a large sum whose order of additions matters, then exchanges of all kinds, in a random order. The
+    gathered sums are compared with gloo's as well."""
+    reference = GatheredGroup(meet(under_test, directory))
     limit = under_test.layout.one_shot_limit
     for num_elements in (limit, 2 * limit):
         # The order shows in one element of five, so among hundreds it can't fail to. Two ranks add up the same in both.
@@ -185,6 +207,7 @@ def mixed(under_test: RankUnderTest, count: int, directory: Path) -> None:
             size = under_test.choices.randint(1, limit) if kind == "small" else under_test.choices.randint(limit, 1500)
             # A gathering also brings the ranks together, which hides mistakes: so not always.
             under_test.check_sum(reference if index % 8 == 0 else None, size)
+    assert under_test.num_one_shots > 0
     assert int(under_test.group.aborted) == 0
     distributed.destroy_process_group()
 
@@ -210,14 +233,32 @@ def abort(under_test: RankUnderTest, count: int, directory: Path) -> None:
     assert group.gather(logits_NW, torch.arange(under_test.ranks + 1) * 40, 40, 80).shape == (3, 80)
 
 
+def tags_come_again(under_test: RankUnderTest, count: int, directory: Path) -> None:
+    """Small sums up to the epoch whose tag is that of words which no rank has written yet, or 2^32 epochs before; then
+    larger ones, which find such words. Nothing is poisoned here."""
+    channel = under_test.layout.one_shot
+    epochs = under_test.memory.buffer[channel.begin :][: 8 * channel.programs].view(torch.int64)
+    epochs.fill_(2**32 - EPOCHS_A_RENEWAL - 2)
+    meet(under_test, directory)
+    for epoch in range(2**32 - EPOCHS_A_RENEWAL - 1, 2**32 + 4):
+        shape = (3, 16) if epoch < 2**32 else (4, 80)
+        residual_NH = under_test.normal(*shape)
+        parts = [under_test.normal(*shape) for _ in range(under_test.ranks)]
+        expected_NH = rank_order_sum(residual_NH, parts)
+        under_test.group.add_partial(residual_NH, parts[under_test.rank], None)
+        assert torch.equal(residual_NH, expected_NH), epoch
+        assert int(epochs[0]) == epoch
+
+
 def freed_rank_sets_no_flags(under_test: RankUnderTest, count: int, directory: Path) -> None:
-    """One rank alone, aborted from the start: the first exchange sets flags, since all is well until it waits. The
-    next ones must not."""
+    """One rank alone, aborted from the start: the first exchange pushes and sets flags, since all is well until it
+    waits. The next ones must not."""
+    layout = under_test.layout
     flags = [
-        PeerMemory.of_files(peer, under_test.layout, directory).buffer[channel.flags : channel.slots]
+        PeerMemory.of_files(peer, layout, directory).buffer[begin:end]
         for peer in range(under_test.ranks)
         if peer != under_test.rank
-        for channel in (under_test.layout.one_shot, under_test.layout.two_shot)
+        for begin, end in ((layout.one_shot.slots, layout.one_shot.end), (layout.two_shot.flags, layout.two_shot.slots))
     ]
     under_test.memory.abort.fill_(1)
     residual_NH = torch.zeros(4, 16)
@@ -230,7 +271,7 @@ def freed_rank_sets_no_flags(under_test: RankUnderTest, count: int, directory: P
     assert all(torch.equal(flag, old) for flag, old in zip(flags, before, strict=True))
 
 
-SCENES = {scene.__name__: scene for scene in (mixed, abort, freed_rank_sets_no_flags)}
+SCENES = {scene.__name__: scene for scene in (mixed, abort, tags_come_again, freed_rank_sets_no_flags)}
 
 
 def main(scene: str, rank: int, ranks: int, seed: int, count: int, directory: Path) -> None:

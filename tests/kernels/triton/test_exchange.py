@@ -81,6 +81,13 @@ def test_abort_word_frees_the_peers_of_a_killed_rank(ranks: int, tmp_path: Path)
 
 
 @interpreted_only
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tags_that_come_again_are_no_old_ones(ranks: int, tmp_path: Path) -> None:
+    with rank_processes("tags_come_again", ranks, tmp_path, count=0) as processes:
+        assert [ended(process) for process in processes] == [0] * ranks
+
+
+@interpreted_only
 def test_freed_rank_never_sets_a_flag_again(tmp_path: Path) -> None:
     with rank_processes("freed_rank_sets_no_flags", 3, tmp_path, count=0, only=1) as (process,):
         assert ended(process) == 0
@@ -124,7 +131,10 @@ def test_nothing_in_a_buffer_overlaps(ranks: int) -> None:
         assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
         assert found[-1][1] <= layout.num_bytes
         assert all(value % ALIGNMENT == 0 for channel in channels for value in (channel.slots, channel.region))
-        assert layout.one_shot.region * layout.one_shot.programs >= 4 * layout.one_shot_limit
+        for width in (1, min(layout.one_shot_limit // 7, layout.widest), layout.widest):
+            rows = layout.one_shot_limit // width
+            rows_a_program = -(-rows // layout.one_shot.programs)
+            assert layout.one_shot.region >= 2 * 4 * rows_a_program * width, "two planes of words with half their bytes"
         assert layout.num_bytes < 2**27, "constants of the kernels are 32-bit"
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-KINDS = ("one_shot", "two_shot", "gather", "winners")
+KINDS = ("paired", "two_shot", "gather", "winners")
+"""Of exchanges with flags."""
 RELEASE = re.compile(r"atom\.global\.sys\.release\.exch\.b64")
 ACQUIRE = re.compile(r"ld\.global\.sys\.acquire\.b64|atom\.global\.sys\.acquire\.add\.u64")
 BARRIER = re.compile(r"bar\.sync|barrier\.sync")
@@ -41,8 +42,8 @@ def work(group, token_counts):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     for tokens in token_counts:
-        residual_NH = empty(tokens, 2560, dtype=torch.bfloat16)
-        group.add_partial(residual_NH, empty(tokens, 2560), None)
+        residual_NH = empty(tokens, 2560)
+        group.add_partial(residual_NH, torch.empty_like(residual_NH), None)
         columns = min(tokens, 512)
         group.winners(empty(columns, 124_160), group.rank * 124_160, 248_077)
         group.winners(empty(columns, 16_000), empty(16_000, dtype=torch.int64), 248_077)
@@ -113,8 +114,39 @@ def test_barriers_stand_before_each_release_and_after_each_acquire(ptx: dict[str
             assert any(acquires[-1] < barrier < read for barrier in barriers), f"{name}: the acquire, then reads"
 
 
+def one_shots(ptx: dict[str, list[str]]) -> dict[str, list[str]]:
+    found = {name: lines for name, lines in ptx.items() if name.startswith("one_shot")}
+    assert len(found) > 2
+    return found
+
+
+def test_tagged_words_move_as_wholes_of_8_bytes(ptx: dict[str, list[str]]) -> None:
+    """Stores at system scope and volatile loads of 64 bits or pairs of them; and no fence or flag beside them."""
+    for name, lines in one_shots(ptx).items():
+        pushes = matching(lines, re.compile(r"st\.relaxed\.sys\.global\.b64 \["))
+        reads = [
+            lines[number] for number in matching(lines, re.compile(r"ld\.volatile\.global")) if number > pushes[-1]
+        ]
+        assert reads, name
+        assert all(re.search(r"ld\.volatile\.global\.(v2\.)?b64", line) for line in reads), name
+        assert not matching(lines, re.compile(r"\bfence|\bmembar|\.release")), name
+        atomics = matching(lines, re.compile(r"\batom\.|\bred\."))
+        assert not atomics, f"{name}: the abort word is polled by loads"
+
+
+def test_nothing_is_pushed_before_the_wait_for_the_previous_kernel(ptx: dict[str, list[str]]) -> None:
+    for name, lines in one_shots(ptx).items():
+        (wait,) = matching(lines, re.compile(r"griddepcontrol\.wait"))
+        assert matching(lines, re.compile(r"\bst\."))[0] > wait, name
+        early = [lines[number] for number in matching(lines, re.compile(r"\bld\.")) if number < wait]
+        early = [line for line in early if "ld.param" not in line]
+        assert all(re.search(r"ld\.global\.(v\d\.)?b64", line) for line in early), f"{name}: addresses and gains"
+
+
 def test_only_addresses_are_read_before_the_wait_for_the_previous_kernel(ptx: dict[str, list[str]]) -> None:
     for name, lines in ptx.items():
+        if name.startswith("one_shot"):
+            continue
         (wait,) = matching(lines, re.compile(r"griddepcontrol\.wait"))
         touched = matching(lines, re.compile(r"\b(ld|st|atom|red)\.(volatile\.)?global"))
         early = [lines[number] for number in touched if number < wait]
