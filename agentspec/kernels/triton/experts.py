@@ -119,14 +119,20 @@ def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | Non
 
 
 def add_visits(
-    residual_NH: Tensor, parts_PH: Tensor, num_visits: int, gate_N: Tensor | None, shared_NH: Tensor | None
+    residual_NH: Tensor | None,
+    parts_PH: Tensor,
+    num_visits: int,
+    gate_N: Tensor | None,
+    shared_NH: Tensor | None,
+    *,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The residual plus the token's visits, plus sigmoid(gate) * shared if given: [N, H] in the residual's dtype, one
+    """The residual, if given, plus the token's visits, plus sigmoid(gate) * shared if given: [N, H] in `dtype`, one
     launch."""
-    num_tokens, width = residual_NH.shape
-    assert residual_NH.is_contiguous()
+    num_tokens, width = parts_PH.shape[0] // num_visits, parts_PH.shape[1]
+    assert residual_NH is None or residual_NH.is_contiguous()
     assert shared_NH is None or shared_NH.is_contiguous()
-    out_NH = torch.empty_like(residual_NH)
+    out_NH = torch.empty(num_tokens, width, dtype=dtype, device=parts_PH.device)
     grid = (triton.cdiv(width, _SUM_BLOCK), num_tokens)
     operands = (out_NH, residual_NH, parts_PH, gate_N, shared_NH)
     _add_visits_kernel[grid](*operands, width, C=num_visits, BLOCK_O=_SUM_BLOCK, num_warps=4, **overlapped())
@@ -380,5 +386,6 @@ def _add_visits_kernel(  # type: ignore[no-untyped-def]
     if shared_ptr is not None:
         gate = tl.load(gate_ptr + n)
         total += tl.load(shared_ptr + n * width + o, mask=is_real, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
-    total += tl.load(residual_ptr + n * width + o, mask=is_real, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + n * width + o, mask=is_real, other=0.0).to(tl.float32)
     tl.store(out_ptr + n * width + o, total.to(out_ptr.dtype.element_ty), mask=is_real)

@@ -47,21 +47,22 @@ def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_n
 
 
 def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    return _add_to(torch.zeros_like(x_NH), x_NH, norm, weights)
+    return _add_to(None, x_NH, norm, weights)
 
 
-def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    """base + the mixture of experts of the normed x. The base may be overwritten."""
+def _add_to(base_NH: Tensor | None, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    """base, if there is one, + the mixture of experts of the normed x. The base may be overwritten."""
     num_tokens = x_NH.shape[0]
     if num_tokens == 0:
-        return base_NH
+        return torch.empty_like(x_NH) if base_NH is None else base_NH
     if num_tokens > MOST_TOKENS:
+        out_NH = torch.zeros_like(x_NH) if base_NH is None else base_NH
         absent = None if weights.first_expert is None else weights.gate_up_X2IH.shape[0]
         routing = route(
             x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights), absent=absent
         )
         assert routing.gate_N is not None
-        return add_experts_prefill(base_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
+        return add_experts_prefill(out_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
     placement = placement_for(num_tokens, weights)
     shared_NH: Tensor | None = None
     visit_shared = placement == "among"
@@ -80,7 +81,8 @@ def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) 
     parts_PH = _parts(routing, weights, visit_shared=visit_shared)
     if placement == "beside":
         side_stream.join(x_NH.device)
-    return experts.add_visits(base_NH, parts_PH, routing.ids_NC.shape[1], routing.gate_N, shared_NH)
+    num_visits = routing.ids_NC.shape[1]
+    return experts.add_visits(base_NH, parts_PH, num_visits, routing.gate_N, shared_NH, dtype=x_NH.dtype)
 
 
 def placement_for(num_tokens: int, weights: MixtureWeights) -> Placement:
@@ -130,7 +132,9 @@ def _gate_up(x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight | None, visit
 
 def _down(h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | None, visits: Visits) -> Tensor:
     if four_bit_experts.takes_decoded(weight_XHI, h_PI.dtype):
-        plan = four_bit_experts.down_plan(weight_XHI.shape[1], weight_XHI.shape[2], visits.block_m)
+        plan = four_bit_experts.down_plan(
+            weight_XHI.shape[1], weight_XHI.shape[2], visits.block_m, weight_XHI.form.format
+        )
         return four_bit_experts.down(plan, h_PI, weight_XHI, shared_HI, visits)
     weight_XHI = four_bit_experts.in_plain(weight_XHI, h_PI.dtype)
     shared_HI = None if shared_HI is None else four_bit_experts.in_plain(shared_HI, h_PI.dtype)
@@ -162,7 +166,7 @@ def visits_of(routing: Routing, num_experts: int, block_m: int, *, all_held: boo
 
 
 # Fastest on an H100 at the shapes of 35B-A3B: separate launches with 8, 16, 32 and 128 tokens, whole steps with up to
-# 4.
+# 4; with more outputs, in whole steps of 122B-A10B on two H200.
 
 
 def gate_up_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:

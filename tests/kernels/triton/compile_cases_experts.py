@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import triton
 
 from agentspec.kernels.triton import expert_groups, experts, routing
 from agentspec.kernels.triton.experts import Tiles
@@ -66,7 +67,7 @@ def case(
         "eps": "fp32",
     }
     types |= dict.fromkeys(VALUES, f"*{weights}")
-    if "normed_scales_ptr" not in constexprs:
+    if "normed_scales_ptr" in kernel.arg_names and "normed_scales_ptr" not in constexprs:
         types["normed_ptr"] = "*fp8e4nv"
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
     return CompileCase(
@@ -153,14 +154,37 @@ def many_scores(num_tokens: int) -> CompileCase:
     )
 
 
-def choice(split: int, *, partial: bool = False) -> CompileCase:
-    """partial: of a rank that holds some experts."""
+def few_scores(width: int = 2048, *, tokens: int = 4, norms: bool = True) -> CompileCase:
+    """tokens: of a program. norms: False where the normed input is in 8 bits."""
+    blocks = {
+        "H": width,
+        "J": 8,
+        "C": 9,
+        "TOKENS": tokens,
+        "ROWS": 4 if width > 3072 else 2,
+        "BLOCK_H": 2048,
+        "ROW_BLOCK": min(triton.next_power_of_2(width), 4096),
+        "gates_ptr": None,
+    }
+    return case(
+        f"few scores of {width} for {tokens}" + " of 8 bits" * (not norms),
+        routing._few_scores_kernel,
+        blocks if norms else blocks | {"normed_ptr": None},
+        8,
+        3,
+        dtype="bf16",
+    )
+
+
+def choice(split: int, *, partial: bool = False, norms: bool = True) -> CompileCase:
+    """partial: of a rank that holds some experts. norms: False for few tokens."""
     blocks = {
         "J": 8,
         "C": 9,
         "SPLIT": split,
         "NORMALIZE": True,
         "PARTIAL": partial,
+        "NORMS": norms,
         "BLOCK_X": 256,
         "BLOCK_C": 16,
         "H": 2048,
@@ -170,7 +194,7 @@ def choice(split: int, *, partial: bool = False) -> CompileCase:
     blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
     return case(
-        f"choice 35B of {split} parts" + " by a rank" * partial,
+        f"choice 35B of {split} parts" + " by a rank" * partial + " alone" * (not norms),
         routing._choose_kernel,
         blocks,
         1,
@@ -189,6 +213,7 @@ def scaled_choice() -> CompileCase:
         "SPLIT": 1,
         "NORMALIZE": True,
         "PARTIAL": False,
+        "NORMS": True,
         "BLOCK_X": 256,
         "BLOCK_C": 8,
         "H": 2048,
@@ -222,15 +247,7 @@ LARGEST = [
     groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
     groups(expert_groups._many_kernel, 16, CHUNK=512, BLOCK_X=256, BLOCK_C=32),
     case("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
-    case(
-        "few scores 35B",
-        routing._few_scores_kernel,
-        {"H": 2048, "ROWS": 4, "BLOCK_H": 2048},
-        8,
-        3,
-        dtype="bf16",
-        weights="u8",
-    ),
+    few_scores(),
 ]
 CASES = [
     *on_targets(EVERYWHERE, LARGEST),
@@ -240,6 +257,19 @@ CASES = [
     *(many_scores(num_tokens) for num_tokens in (32, 8192)),
     choice(1, partial=True),
     choice(16),
+    choice(1, norms=False),
+    few_scores(3072),
+    few_scores(4096, tokens=1),
+    few_scores(8192),
+    few_scores(norms=False),
+    case(
+        "visits added, no residual",
+        experts._add_visits_kernel,
+        {"C": 8, "BLOCK_O": 512, "residual_ptr": None},
+        4,
+        3,
+        dtype="bf16",
+    ),
     *on_targets((90, 89, 120), [scaled_choice()]),
     groups(expert_groups._many_kernel, 8, CHUNK=256, BLOCK_X=256, BLOCK_C=16),
 ]

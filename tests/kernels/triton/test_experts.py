@@ -145,6 +145,31 @@ def test_expert_sum_does_not_modify_input(
     assert torch.equal(given, x)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_expert_sum_is_what_add_experts_adds(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    weights = mixture_of(48, 5, 16, 2, num_tokens, device, dtype, scaled=False)
+    x, norm = inputs(num_tokens, 48, num_tokens, device, dtype)
+    found = mixture.expert_sum(x, norm, weights)
+    assert (found.shape, found.dtype) == (x.shape, dtype)
+    added = mixture.add_experts(x.clone(), norm, weights).float() - x.float()
+    assert relative_error(found.float(), added) < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+
+
+def test_expert_sum_of_few_tokens_fills_no_tensor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill between two kernels would end the chain of those that start before the last one has ended."""
+    weights = mixture_of(32, 5, 16, 2, 4, device, torch.float32, scaled=False)
+    x, norm = inputs(3, 32, 4, device, torch.float32)
+    mixture.expert_sum(x, norm, weights)  # allocates the counters
+
+    def fill(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("a fill is launched")
+
+    for name in ("zeros", "zeros_like"):
+        monkeypatch.setattr(torch, name, fill)
+    mixture.expert_sum(x, norm, weights)
+
+
 @pytest.mark.parametrize("placement", ["beside", "behind"])
 def test_shared_expert_of_other_width_matches_reference(placement: Placement, device: torch.device) -> None:
     check_mixture((2, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement, shared_width=48)
@@ -214,8 +239,11 @@ def test_visits_are_added_in_order(shared: bool, device: torch.device) -> None:
         expected += parts.view(5, 3, 600)[:, visit]
     if shared:
         expected += shared_NH * gate.sigmoid()[:, None]
-    got = experts.add_visits(x, parts, 3, gate if shared else None, shared_NH if shared else None)
-    assert relative_error(got, x + expected) < 1e-6
+    operands = (parts, 3, gate if shared else None, shared_NH if shared else None)
+    assert relative_error(experts.add_visits(x, *operands, dtype=x.dtype), x + expected) < 1e-6
+    without_residual = experts.add_visits(None, *operands, dtype=torch.float16)
+    assert without_residual.dtype == torch.float16
+    assert relative_error(without_residual.float(), expected) < 2**-10
 
 
 def test_prompts_use_expert_prefill(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +258,7 @@ def test_zero_tokens_return_empty_results(device: torch.device) -> None:
     weights = mixture_of(64, 6, 32, 2, 4, device, torch.float32, scaled=False)
     x, norm = inputs(1, 64, 4, device, torch.float32)
     assert mixture.add_experts(x[:0], norm, weights).shape == (0, 64)
+    assert mixture.expert_sum(x[:0], norm, weights).shape == (0, 64)
 
 
 def test_second_stream_uses_separate_counters(device: torch.device) -> None:

@@ -28,7 +28,8 @@ def router(
 ) -> MixtureWeights:
     """A mixture with dummy expert weights: only the router and the shared gate are used."""
     generator = torch.Generator(device).manual_seed(seed)
-    rows = torch.randn(num_experts + 1, width, generator=generator, device=device).to(dtype)
+    # Scores of about 8: probabilities differ, but none that is chosen is zero.
+    rows = (torch.randn(num_experts + 1, width, generator=generator, device=device) * 8 * width**-0.5).to(dtype)
     nothing = torch.empty(0, device=device)
     return MixtureWeights(
         router_XH=rows[:-1].contiguous(),
@@ -105,9 +106,42 @@ def test_unnormalized_weights_match_reference(device: torch.device) -> None:
     check_routing(4, 64, 12, 4, device, torch.float32, normalize=False)
 
 
-def test_hidden_size_above_one_block_matches_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_BLOCK_H", 32)
+@pytest.mark.parametrize("blocks", [(32, 32), (32, 128), (128, 32)], ids=str)
+def test_hidden_size_above_one_block_matches_reference(
+    blocks: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the programs that score and of those that norm a row."""
+    monkeypatch.setattr(routing, "_BLOCK_H", blocks[0])
+    monkeypatch.setattr(routing, "_ROW_BLOCK", blocks[1])
     check_routing(3, 100, 9, 2, device, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [3072, 4200])
+def test_hidden_sizes_of_few_tokens_match_reference(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One block of the programs that norm a row, partly filled; and more than one."""
+    check_routing(3, width, 13, 3, device, dtype)
+
+
+@pytest.mark.parametrize("visit_shared", [False, True])
+@pytest.mark.parametrize("width", [100, 1300])
+def test_few_tokens_are_normed_and_routed_as_many(
+    width: int, visit_shared: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are normed by another kernel. A row is rounded once, so that it differs by one unit at most."""
+    weights = router(11, width, 3, True, width, device, torch.float16)
+    x, norm = inputs(16, width, width, device, torch.float16)
+    few = routing.route(x, norm, weights, visit_shared=visit_shared)
+    monkeypatch.setattr(routing, "FEW_SCORES", 0)
+    many = routing.route(x, norm, weights, visit_shared=visit_shared)
+    assert isinstance(few.normed, Tensor)
+    assert isinstance(many.normed, Tensor)
+    once = (rms_norm(x.double(), norm.weight.double(), norm.eps)).to(x.dtype)
+    for normed in (few.normed, many.normed):
+        torch.testing.assert_close(normed, once, rtol=2**-10, atol=0.0)
+    assert torch.equal(few.ids_NC, many.ids_NC)
+    torch.testing.assert_close(few.weights_NC, many.weights_NC, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(few.gate_N, many.gate_N)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 18])
