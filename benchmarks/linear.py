@@ -547,11 +547,16 @@ class Tuner:
         )
 
 
+def recurrent_layer(model: Model) -> list[Shape]:
+    """What is measured of a recurrent layer."""
+    shapes = model.shapes()
+    return [shapes[name] for name in ("delta in", "delta out", "ffn in", "ffn out") if name in shapes]
+
+
 def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, float, int]:
-    """(ours, torch's, bytes): seconds of one recurrent layer's four matmuls in sequence with the chosen plans, over
+    """(ours, torch's, bytes): seconds of one recurrent layer's matmuls in sequence with the chosen plans, over
     rotating layers."""
-    names = ("delta in", "delta out", "ffn in", "ffn out")
-    shapes = [model.shapes()[name] for name in names]
+    shapes = recurrent_layer(model)
     num_bytes = sum(shape.weight_bytes for shape in shapes)
     copies = max(2, -(-ROTATED_BYTES // num_bytes))
     operands = [Operands.random(shape, num_tokens, copies) for shape in shapes]
@@ -642,9 +647,7 @@ def main() -> None:
         for tokens in sorted(args.tokens):
             if not MODELS[name].only_head and all(
                 at in tuner.cells and tuner.cells[at].seconds
-                for at in (
-                    (MODELS[name].shapes()[layer], tokens) for layer in ("delta in", "delta out", "ffn in", "ffn out")
-                )
+                for at in ((shape, tokens) for shape in recurrent_layer(MODELS[name]))
             ):
                 mine, torchs, num_bytes = layer_times(tuner, MODELS[name], tokens)
                 share = num_bytes / tuner.bandwidth / mine

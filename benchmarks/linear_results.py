@@ -63,28 +63,28 @@ class Model:
 
     hidden: int
     ffn: int
-    """Width of the shared expert of a mixture."""
+    """Width of the shared expert of a mixture; 0: not measured, as up to 4 tokens it runs among the routed ones."""
     heads: tuple[int, int, int]
     fp8: bool = False
+    """Mixers, FFN and draft head are in 8 bits."""
     mixture: bool = False
     only_head: bool = False
     """In 8 bits with a scale for each row. All other layers are those of other entries, or of benchmarks.four_bit."""
+    has_rest: bool = False
+    """Of a model in 8 bits: with its other products of a step, the MTP layer's fc and the head. Else those are of the
+    entry of the same model in 16 bits."""
+    head_by_row: bool = False
+    """Both heads are in 8 bits with a scale for each row."""
     ranks: int = 1
     """Of a group that shares the model (models/shards.py); the sizes above are the whole model's."""
 
     def shapes(self) -> dict[str, Shape]:
         """Of one rank. Where there are several, a product that ends in the residual is a partial sum."""
+        return self._heads() if self.only_head else self._layers() | self._heads()
+
+    def _layers(self) -> dict[str, Shape]:
         queries, keys, values = (heads // self.ranks for heads in self.heads)
         gates, ffn, recurrent_keys = 2 * values, self.ffn // self.ranks, 16 // self.ranks
-        if self.only_head:
-            heads: dict[str, tuple[Kind, int]] = {
-                "draft head": ("draft_argmax", DRAFT_VOCABULARY),
-                "logits": ("logits", VOCABULARY),
-            }
-            return {
-                name: Shape(kind, num_rows // self.ranks, self.hidden, fp8=True, by_row=True)
-                for name, (kind, num_rows) in heads.items()
-            }
         out: Kind = "add_linear" if self.ranks == 1 else "linear"
         sizes: dict[str, tuple[Kind, int, int]] = {
             "delta in": (
@@ -95,17 +95,25 @@ class Model:
             "delta out": (out, self.hidden, values * 128),
             "attention in": ("norm_linear", 2 * queries * 256 + 2 * keys * 256, self.hidden),
             "attention out": (out, self.hidden, queries * 256),
-            "ffn in": ("norm_swiglu", 2 * ffn, self.hidden),
-            "ffn out": ("linear" if self.mixture else out, self.hidden, ffn),
-            "draft head": ("draft_argmax", DRAFT_VOCABULARY // self.ranks, self.hidden),
         }
-        if not self.fp8:
-            logits: tuple[Kind, int, int] = ("logits", VOCABULARY // self.ranks, self.hidden)
-            sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": logits}
-        return {
+        if ffn:
+            sizes["ffn in"] = "norm_swiglu", 2 * ffn, self.hidden
+            sizes["ffn out"] = "linear" if self.mixture else out, self.hidden, ffn
+        found = {
             name: Shape(*size, self.fp8, gates if self.fp8 and name == "delta in" else 0)
             for name, size in sizes.items()
         }
+        if not self.fp8 or self.has_rest:
+            found["mtp fc"] = Shape("linear", self.hidden, 2 * self.hidden)
+        return found
+
+    def _heads(self) -> dict[str, Shape]:
+        by_row = self.only_head or self.head_by_row
+        draft_rows, rows = DRAFT_VOCABULARY // self.ranks, VOCABULARY // self.ranks
+        found = {"draft head": Shape("draft_argmax", draft_rows, self.hidden, self.fp8 or by_row, by_row=by_row)}
+        if not self.fp8 or self.has_rest:
+            found["logits"] = Shape("logits", rows, self.hidden, by_row, by_row=by_row)
+        return found
 
 
 MODELS = {
@@ -122,7 +130,15 @@ MODELS = {
 MODELS |= {
     f"{name}, 2 ranks": replace(MODELS[name], ranks=2) for name in ("27B", "27B-FP8", "35B-A3B-FP8", "27B-mixed4")
 }
-"""Layers of FP8 models with block-scaled weights; the others equal those of the same model in 16 bits."""
+MODELS |= {
+    "122B-A10B-FP8, 2 ranks": Model(3072, 0, (32, 2, 64), fp8=True, mixture=True, has_rest=True, ranks=2),
+    "397B-A17B-mixed4, 2 ranks": Model(
+        4096, 0, (32, 2, 64), fp8=True, mixture=True, has_rest=True, head_by_row=True, ranks=2
+    ),
+}
+"""Layers of FP8 models with block-scaled weights, and of mixed4 the mixers; the MTP layer's have the same shapes. Other
+layers equal those of the same model in 16 bits, or are measured elsewhere: experts by benchmarks.fp8_experts and
+benchmarks.four_bit_experts."""
 
 
 @dataclass(slots=True)

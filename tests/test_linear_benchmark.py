@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from agentspec.kernels.triton import linear_plans
-from agentspec.kernels.triton.linear_plans import MEASURED, MEASURED_FP8, Plan
+from agentspec.kernels.triton.linear_plans import MEASURED, MEASURED_FP8, MEASURED_FP8_ROWS, Plan
 from benchmarks.linear import candidates, to_refine
 from benchmarks.linear_results import MODELS, Cell, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
+from benchmarks.published import CONFIG_FILES
 
 WIDE = Plan(block_o=64, block_m=16, block_k=128, stages=4, warps=4, ahead=3)
 NARROW = Plan(block_o=16, block_m=8, block_k=256, stages=3, warps=1, ahead=2)
@@ -17,6 +21,33 @@ RUNNING = replace(WIDE, running=True)
 SHAPE = MODELS["4B"].shapes()["delta in"]
 NOTHING = '{"layers": []}'
 APART = replace(WIDE, split=2, norm_apart=True)
+
+ASKED = """
+import json, sys
+from pathlib import Path
+from agentspec import kernels
+from agentspec.config import EngineConfig
+from agentspec.engine.assembly import rehearsal
+from agentspec.engine.kernel_worker import stand_in_for_dynamo
+from agentspec.kernels.triton import linear_layers
+stand_in_for_dynamo()
+compiler = kernels.compiler()
+compiler.use_machine(kernels.Machine(capability=(9, 0), num_multiprocessors=132))
+asked, plan_for = set(), linear_layers.plan_for
+def recorded(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, *others, **options):
+    if num_tokens <= 4:
+        asked.add((kind, num_outputs, depth, plan_key))
+    return plan_for(kind, num_outputs, depth, num_tokens, element_bytes, plan_key, *others, **options)
+linear_layers.plan_for = recorded
+config = EngineConfig(tensor_parallel=2, max_running=1, draft_tokens=3, random_weights=True)
+for directory in sys.argv[1:]:
+    asked.clear()
+    rehearsal(config, Path(directory), max_pages=9).variants(compiler)
+    print(json.dumps(sorted(asked)))
+"""
+"""Lists the products of up to four tokens of a rank of two."""
+Keys = set[tuple[str, int, int, str]]
+"""Of products: kind, outputs, depth, form of the weight."""
 
 
 def cells(times: dict[int, dict[Plan | None, float]], shape: Shape = SHAPE) -> dict[tuple[Shape, int], Cell]:
@@ -134,13 +165,52 @@ def test_heads_with_scales_of_rows_are_measured_for_entries_of_their_own(tmp_pat
     assert linear_plans._read(path, "fp8") == MEASURED_FP8
 
 
+def test_the_shapes_of_ranks_are_those_that_an_engine_asks_for(tmp_path: Path) -> None:
+    names = ("27B-FP8", "35B-A3B-FP8", "122B-A10B-FP8", "397B-A17B-mixed4")
+    asked = dict(zip(names, asked_by_a_rank(names, tmp_path), strict=True))
+    for name in names[2:]:
+        assert keys(f"{name}, 2 ranks") == asked[name], name
+    # Of the others the layers in 16 bits are those of another entry, or of none.
+    for name in names[:2]:
+        hidden = MODELS[name].hidden
+        rest = {("linear", hidden, 2 * hidden, "plain"), ("logits", 124_160, hidden, "plain")}
+        assert keys(f"{name}, 2 ranks") | rest == asked[name], name
+
+
+def keys(name: str) -> Keys:
+    """What up to four tokens need of an entry: the shared expert of a mixture then runs among the routed ones."""
+    return {
+        (shape.kind, shape.num_outputs, shape.depth, shape.weight or "plain")
+        for layer, shape in MODELS[name].shapes().items()
+        if not (MODELS[name].mixture and layer.startswith("ffn"))
+    }
+
+
+def asked_by_a_rank(names: tuple[str, ...], directory: Path) -> list[Keys]:
+    for name in names:
+        text = CONFIG_FILES[name]["text_config"] | {"num_hidden_layers": 4}  # as many have one layer of each kind
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(CONFIG_FILES[name] | {"text_config": text}))
+    # Not in the interpreter, which launches.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, *(str(directory / name) for name in names)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    return [{tuple(key) for key in json.loads(line)} for line in done.stdout.splitlines()]
+
+
 def test_every_published_layer_has_a_measured_plan() -> None:
     """Apart from heads with scales of rows."""
     for name in (name for name in MODELS if not MODELS[name].only_head):
         for layer, shape in MODELS[name].shapes().items():
-            assert (shape.kind, shape.num_outputs, shape.depth) in (MEASURED_FP8 if shape.fp8 else MEASURED), (
-                f"{name} {layer}"
-            )
+            measured = MEASURED_FP8_ROWS if shape.by_row else MEASURED_FP8 if shape.fp8 else MEASURED
+            assert (shape.kind, shape.num_outputs, shape.depth) in measured, f"{name} {layer}"
 
 
 def test_the_best_plan_of_linear_hopper_is_refined_too() -> None:

@@ -188,6 +188,8 @@ def down_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
         return Tiles(block_o=32, block_k=_block_k(depth, 32), warps=4, stages=2)
     if not isinstance(weight, BlockScaled):
         return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, ahead=1, release=3)
+    if num_tokens <= 4 and weight.shape[-2] > 2048:
+        return Tiles(block_o=128, block_k=_block_k(depth, SCALE_BLOCK), warps=4, stages=3, ahead=1, release=3)
     if num_tokens <= 8:
         return Tiles(
             block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, ahead=1, release=3

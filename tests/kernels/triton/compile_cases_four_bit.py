@@ -100,7 +100,7 @@ def _experts(
     routed."""
     is_down = kernel is four_bit_down_kernel
     if plan is None and is_down:
-        plan = four_bit_experts.down_plan(rows, depth, block_m)
+        plan = four_bit_experts.down_plan(rows, depth, block_m, form)
     elif plan is None:
         plan = four_bit_experts.gate_up_plan(rows // 2, depth, block_m)
     types = {
@@ -122,7 +122,7 @@ def _experts(
         "BLOCK_M": plan.block_m,
         "AHEAD": plan.ahead,
         "SHARES": plan.shares,
-        "UNROLL": True,
+        "UNROLL": depth // 128 <= plan.shares * plan.ahead * four_bit_experts._MOST_STEPS,
         "WARPS": plan.warps,
     }
     names = [name for name in kernel.arg_names if name not in constexprs and name != "PDL"]
@@ -204,6 +204,8 @@ CASES = [
     ),
     *(_experts(form, four_bit_gate_up_kernel, 1024, 2048, block_m=8, shared=False) for form in _FORMATS),
     *(_experts(form, four_bit_down_kernel, 2048, 512, block_m=8, shared=False) for form in _FORMATS),
+    *(_experts(form, four_bit_gate_up_kernel, 1024, 4096, block_m=8) for form in _FORMATS),
+    *(_experts(form, four_bit_down_kernel, 4096, 512, block_m=8) for form in _FORMATS),
     _experts("int4", four_bit_gate_up_kernel, 2048, 4096, block_m=8),
     _experts("int4", four_bit_down_kernel, 4096, 1024, block_m=8),
     *(
