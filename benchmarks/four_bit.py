@@ -55,14 +55,16 @@ EXPECTED_BYTES_PER_SECOND = 2e12
 CHECKED_TILES = 4
 
 
-def random_tiles(form: FourBitForm, shape: tuple[int, ...], seed: int) -> FourBitTiles:
+def random_tiles(
+    form: FourBitForm, shape: tuple[int, ...], seed: int, device: torch.device | str = "cuda"
+) -> FourBitTiles:
     """Random codes, in weights of about the size of real ones."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    tiles = FourBitTiles.empty(form, shape, torch.device("cuda"))
+    generator = torch.Generator(device).manual_seed(seed)
+    tiles = FourBitTiles.empty(form, shape, torch.device(device))
     size = tiles.values.shape
-    tiles.values.copy_(torch.randint(-(2**31), 2**31, size, generator=generator, device="cuda"))
+    tiles.values.copy_(torch.randint(-(2**31), 2**31, size, generator=generator, device=device))
     if form.kind == "e2m1":
-        tiles.scales.copy_(torch.randint(40, 90, tiles.scales.shape, generator=generator, device="cuda"))
+        tiles.scales.copy_(torch.randint(40, 90, tiles.scales.shape, generator=generator, device=device))
         assert tiles.multipliers is not None
         tiles.multipliers.fill_(shape[-1] ** -0.5 / 20)
     else:

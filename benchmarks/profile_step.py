@@ -2,16 +2,21 @@
 
 Prints each kernel's calls and time per step, and the idle time right before it; with --timeline, one step's kernels in
 order. For finding gaps, not for figures: the profiler slows a step down, and nothing is checked.
+
+With --tensor-parallel N, N processes on N GPUs share the model; the first one is profiled, and its exchanges contain
+the waiting for the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import shared_model
 from benchmarks.decode_timing import Steps, trace_case
 from benchmarks.overlap import PLACEMENTS, overlapped
 from benchmarks.published import CONFIGS, make_model
@@ -62,7 +67,7 @@ def order_table(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.profile_step",
         description=__doc__,
@@ -82,25 +87,53 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeline", action="store_true", help="also print the kernels of one step in order")
-    options = parser.parse_args()
-    device = torch.device("cuda")
+    parser.add_argument("--max-seconds", type=float, default=300.0, help="stop ranks that take longer")
+    shared_model.add_flags(parser)
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> int:
+    options.device = "cuda"
+    shared, device = shared_model.of_options(options)
     case = Case(
-        model=options.model, context=options.context, batch=options.batch, depth=options.k, sampled=options.sampled
+        model=options.model,
+        context=options.context,
+        batch=options.batch,
+        depth=options.k,
+        sampled=options.sampled,
+        ranks=shared.rank.count,
     )
     steps = Steps(traced=options.steps, timed=options.steps)
     with profile(activities=[ProfilerActivity.CUDA]):  # the profiler must be active before a graph is captured
         torch.cuda.synchronize()
-    model = make_model(options.model, CONFIGS[options.model], device=device, dtype=torch.bfloat16)
+    model = make_model(options.model, CONFIGS[options.model], device=device, dtype=torch.bfloat16, shared=shared)
     let_go(model)
-    missing = missing_bytes(case, model.spec, device, steps.total)
+    missing = int(shared.largest(missing_bytes(case, model.spec, device, steps.total)))
     if missing > 0:
-        parser.error(f"{case} does not fit: {missing / 2**30:.1f} GiB more than the device has")
+        sys.exit(f"{case} does not fit: {missing / 2**30:.1f} GiB more than the device has")
     with nullcontext() if options.overlap is None else overlapped(options.overlap):
         timeline = trace_case(case, model, device, steps)
-    print(f"{case}\n\n{shares_table(timeline)}\n\n{pointers_line(timeline)}")
-    if options.timeline:
-        print(f"\n{order_table(timeline)}")
+    shared.meet()
+    if shared.is_first:
+        print(f"{case}\n\n{shares_table(timeline)}\n\n{pointers_line(timeline)}")
+        if options.timeline:
+            print(f"\n{order_table(timeline)}")
+    return 0
+
+
+def main() -> int:
+    options = arguments()
+    if len(options.tensor_parallel) > 1:
+        sys.exit("--tensor-parallel: one number of GPUs")
+    if options.rank is None and options.tensor_parallel != [1]:
+        shared_model.run_ranks(
+            "benchmarks.profile_step", sys.argv[1:], options.tensor_parallel[0], patience=options.max_seconds
+        )
+        return 0
+    if options.rank is not None:
+        shared_model.run_rank(options, measure)
+    return measure(options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

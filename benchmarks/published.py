@@ -286,10 +286,16 @@ def make_model(
     shared: SharedModel = ALONE,
 ) -> PrefilledModel:
     """Make this rank's part of a model with random weights on the device. fp8_drafts: None: the engine's default.
-    fp8_pages: keys and values are in 8 bits."""
+    fp8_pages: keys and values are in 8 bits.
+
+    In MANY_GPUS models the quantised experts repeat a few random ones, as drawing and quantising all of 397B takes more
+    than a minute. Their steps read the same bytes and do the same work: experts are chosen by the router, whose rows
+    don't repeat, and every expert has memory of its own."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
-    parameters = random_parameters(config, device=device, dtype=dtype, seed=0, rank=shared.rank)
+    parameters = random_parameters(
+        config, device=device, dtype=dtype, seed=0, rank=shared.rank, repeated=name in MANY_GPUS
+    )
     spec = spec_of(name, config, dtype, shared.rank, fp8_pages=fp8_pages)
     precision = {"fp8_drafts": fp8_drafts, "fp8_pages": fp8_pages}
     model = PrefilledModel(rank_config(config, shared.rank), spec, parameters, **precision, group=shared.group)

@@ -150,13 +150,14 @@ def run(
 
     measure: writes its figures to options.json, on the first rank. check: before several ranks are measured."""
     if options.rank is not None:
-        _run_rank(options, measure)
+        run_rank(options, measure)
     if options.tensor_parallel != [1]:
         return _run_counts(module, options, comparison, check)
     return measure(options)
 
 
-def _run_rank(options: argparse.Namespace, measure: Callable[[argparse.Namespace], int]) -> NoReturn:
+def run_rank(options: argparse.Namespace, measure: Callable[[argparse.Namespace], int]) -> NoReturn:
+    """`measure` as one of several ranks, and the end of this process."""
     status = 1
     try:
         torch.cuda.set_device(options.rank)

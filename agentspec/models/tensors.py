@@ -39,6 +39,9 @@ _RANDOM_SLICE = 2**26
 _LARGE = 2**28
 """Values of a matrix that is made in such pieces too: a head."""
 
+_Drawn = dict[tuple[Scheme, tuple[int, ...]], kernels.Weight]
+"""A few matrices that stacks repeat, by scheme and shape."""
+
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
 
@@ -262,17 +265,26 @@ def _scheme(name: str, config: TextConfig, quantization: Quantization) -> Scheme
 
 
 def random_parameters(
-    config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int, rank: Rank = SINGLE_RANK
+    config: TextConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    rank: Rank = SINGLE_RANK,
+    repeated: bool = False,
 ) -> dict[str, kernels.Weight]:
     """A rank's part of untrained parameters with realistic scales, made on the device. One seed gives the same values
     on one device type, whatever the number of ranks: each parameter is made whole and then cut.
 
-    Quantised parameters have the form of `empty_parameter`."""
+    Quantised parameters have the form of `empty_parameter`. repeated: only the first few experts of the first quantised
+    stack of each shape are drawn; its others, and those of other layers, repeat them. For benchmarks, whose steps read
+    as many bytes of as many experts then: copying takes far less time than drawing and quantising."""
     # From 2.13 on, torch completes its generators in a module that the engine's process left out (engine/start.py).
     from torch._prims import rng_prims  # noqa: F401
 
     generator = torch.Generator(device).manual_seed(seed)
     schemes, forms = quantized_schemes(config), parameter_forms(config, rank.count)
+    drawn: _Drawn = {}
 
     def empty(name: str, rank: Rank) -> kernels.Weight:
         return empty_parameter(name, forms[name], schemes.get(name), device=device, dtype=dtype, rank=rank)
@@ -282,7 +294,9 @@ def random_parameters(
     for name, parameter in forms.items():
         is_cut = parameter.shard is not None and rank.count > 1
         whole = empty(name, SINGLE_RANK) if is_cut else found[name]
-        if name in schemes:
+        if name in schemes and repeated and len(whole.shape) == 3:
+            _fill_repeated(schemes[name], whole, generator, drawn, dtype)
+        elif name in schemes:
             _fill_quantized(schemes[name], whole, generator)
         else:
             _fill_plain(name, whole.tensor, generator)
@@ -343,13 +357,39 @@ def _fill_quantized(scheme: Scheme, weight: kernels.Weight, generator: torch.Gen
     """Fill a matrix, or a stack of matrices a few at a time: the whole stack in float32 would take four times its
     size."""
     shape = weight.shape
-    num_matrices = max(1, _RANDOM_SLICE // (shape[-2] * shape[-1])) if len(shape) == 3 else shape[0]
+    num_matrices = _matrices_at_a_time(shape) if len(shape) == 3 else shape[0]
     if len(shape) == 2 and shape.numel() > _LARGE:
         num_matrices = _RANDOM_SLICE // shape[1] // kernels.SCALE_BLOCK * kernels.SCALE_BLOCK  # rows
     for first in range(0, shape[0], num_matrices):
         part = slice(first, min(first + num_matrices, shape[0]))
-        values = torch.empty((part.stop - first, *shape[1:]), dtype=torch.float32, device=weight.device)
-        weight.fill((part,), scheme.quantize(values.normal_(0.0, shape[-1] ** -0.5, generator=generator)))
+        weight.fill((part,), _draw(scheme, (part.stop - first, *shape[1:]), weight.device, generator))
+
+
+def _fill_repeated(
+    scheme: Scheme, weight: kernels.Weight, generator: torch.Generator, drawn: _Drawn, dtype: torch.dtype
+) -> None:
+    """Fill a stack of matrices with copies of a few, which are drawn if `drawn` has none of this scheme and shape.
+
+    dtype: as in Scheme.empty."""
+    num_matrices = min(_matrices_at_a_time(weight.shape), weight.shape[0])
+    shape = (num_matrices, *weight.shape[1:])
+    if (few := drawn.get((scheme, shape))) is None:
+        # In the stack's form, so that nothing is converted again for each copy.
+        few = scheme.empty(shape, device=weight.device, dtype=dtype, block_rows=kernels.SCALE_BLOCK)
+        few.fill((), _draw(scheme, shape, weight.device, generator))
+        drawn[scheme, shape] = few
+    for first in range(0, weight.shape[0], num_matrices):
+        part = slice(first, min(first + num_matrices, weight.shape[0]))
+        weight.fill((part,), few, (slice(0, part.stop - first),))
+
+
+def _draw(scheme: Scheme, shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> kernels.Weight:
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    return scheme.quantize(values.normal_(0.0, shape[-1] ** -0.5, generator=generator))
+
+
+def _matrices_at_a_time(shape: tuple[int, ...]) -> int:
+    return max(1, _RANDOM_SLICE // (shape[-2] * shape[-1]))
 
 
 class ParameterScope:

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.errors import ConfigError
 from agentspec.kernels import BlockScaled, Weight, scales_shape
-from agentspec.models import quantization
+from agentspec.models import quantization, tensors
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.outline import outline
 from agentspec.models.quantization import is_convertible
@@ -176,6 +176,32 @@ def test_random_parameters_of_ranks_are_parts_of_the_whole(model: str, tmp_path:
         joined = together(parameter, [part[name] for part in parts], name)
         assert torch.equal(joined, whole[name].dequantize()), name
         assert parts[0][name].values.dtype == parameter_dtype(name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("model", ["8 bits, moe", "8 bits, moe, fused"])
+def test_random_experts_may_repeat_a_few(
+    model: str, keeps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = write(tmp_path, model)
+    assert config.moe is not None
+    num_experts, width = config.moe.num_experts, config.moe.intermediate_size
+    monkeypatch.setattr(tensors, "_RANDOM_SLICE", 3 * 2 * width * config.hidden_size)  # of gate and up, three experts
+    assert num_experts % 3
+    make = functools.partial(random_parameters, config, device=CPU, dtype=torch.bfloat16, seed=1)
+    default, whole = make(), make(repeated=True)
+    parts = [make(repeated=True, rank=Rank(index, 4)) for index in range(4)]
+    for name, parameter in parameter_forms(config, 4).items():
+        assert (type(whole[name]), whole[name].shape) == (type(default[name]), default[name].shape), name
+        values, drawn = whole[name].dequantize(), default[name].dequantize()
+        assert torch.equal(together(parameter, [part[name] for part in parts], name), values), name
+        if "experts." not in name or name not in quantized_of(config):
+            assert len(values.unique(dim=0)) == len(drawn.unique(dim=0)), name
+            continue
+        size = 3 if name.endswith("gate_up_proj") else 6
+        assert torch.equal(values, values[:size].repeat(3, 1, 1)[:num_experts]), name
+        assert len(values.unique(dim=0)) == min(size, num_experts), name
+        assert len(drawn.unique(dim=0)) == num_experts, name
+        assert 0.5 < values.std() * values.shape[-1] ** 0.5 < 2
 
 
 @pytest.mark.parametrize(
