@@ -71,7 +71,7 @@ class Cell(NamedTuple):
         block_m = mixture.visits_per_program(self.num_tokens, weight)
         if is_gate_up:
             return four_bit_experts.gate_up_plan(rows // 2, depth, block_m)
-        return four_bit_experts.down_plan(rows, depth, block_m)
+        return four_bit_experts.down_plan(rows, depth, block_m, weight.form.format)
 
 
 class Work:
