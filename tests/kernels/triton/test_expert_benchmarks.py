@@ -38,17 +38,14 @@ def test_shapes_are_those_of_a_ranks_parameters(model: str, num_ranks: int) -> N
         assert Cell(model, product, FP8, 4, num_ranks).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("model", "form", "counts"),
-    [("122B-A10B", FP8, (67, 71)), ("35B-A3B", FP8, (67, 33)), ("397B-A17B", "int4", (73, 50))],
-)
-def test_a_sweep_has_a_moderate_number_of_candidates(model: str, form: str, counts: tuple[int, int]) -> None:
-    for product, count in zip(PRODUCTS, counts, strict=True):
+@pytest.mark.parametrize(("model", "form"), [("122B-A10B", FP8), ("35B-A3B", FP8), ("397B-A17B", "int4")])
+def test_a_sweep_has_a_moderate_number_of_candidates(model: str, form: str) -> None:
+    for product in PRODUCTS:
         cell = Cell(model, product, form, 4, 2)
         plans = plans_of(cell)
         assert plans[0] == cell.chosen
-        assert len(plans) == len({*plans}) == count
-        assert len({describe(plan) for plan in plans}) == count
+        assert len(plans) == len({*plans}) == len({describe(plan) for plan in plans})
+        assert 30 <= len(plans) <= 80
 
 
 def test_experts_that_ranks_would_hold_whole_are_refused() -> None:
