@@ -120,6 +120,7 @@ def _operands(weight: Weight | None) -> tuple[Tensor | None, Tensor | None, Tens
 
 
 def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str, int | bool | str]:
+    options = overlapped()
     assert plan.split == 1
     assert plan.block_m >= visits.block_m, f"{visits.block_m} visits of a program in tiles of {plan.block_m}"
     groups = weight.shape[-1] // TILE_COLUMNS
@@ -133,8 +134,9 @@ def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str
         "BLOCK_M": plan.block_m,
         "AHEAD": plan.ahead,
         "SHARES": plan.shares,
+        "FAR": plan.far if options["PDL"] else 0,  # the same devices have both
         "UNROLL": num_steps <= _MOST_STEPS,
         "WARPS": plan.warps,
         "num_warps": plan.warps,
-        **overlapped(),
+        **options,
     }

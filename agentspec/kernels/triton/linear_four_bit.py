@@ -225,7 +225,7 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
     NUM_BLOCKS: gl.constexpr = BLOCK_O // 8
     tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
     if FAR > 0:
-        _prefetch_shares(words, tile, part, num_outputs, GROUPS, SPLIT, SWIGLU, NUM_BLOCKS, AHEAD, SHARES, FAR, WARPS)
+        prefetch_shares(words, tile, part, num_outputs, GROUPS, SPLIT, SWIGLU, NUM_BLOCKS, AHEAD, SHARES, FAR, WARPS)
     m = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=tokens_layout(SHARES, WARPS))
     acc_OM = walk(
         x, m * x_stride, m < num_tokens, words, scales, zeros, multipliers, tile, part, num_outputs, GROUPS, SPLIT,
@@ -252,7 +252,7 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _prefetch_shares(  # type: ignore[no-untyped-def]
+def prefetch_shares(  # type: ignore[no-untyped-def]
     words, tile, part, num_outputs, GROUPS: gl.constexpr, SPLIT: gl.constexpr, SWIGLU: gl.constexpr,
     NUM_BLOCKS: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip

@@ -122,6 +122,7 @@ def _experts(
         "BLOCK_M": plan.block_m,
         "AHEAD": plan.ahead,
         "SHARES": plan.shares,
+        "FAR": plan.far,
         "UNROLL": depth // 128 <= plan.shares * plan.ahead * four_bit_experts._MOST_STEPS,
         "WARPS": plan.warps,
     }
@@ -129,13 +130,17 @@ def _experts(
     product, listed = "down" if is_down else "gate_up", " listed" * in_tiles + " alone" * (not shared)
     return CompileCase(
         name=f"four_bit experts {product} {form} {rows} x {depth} M={block_m}{listed} "
-        f"{plan.block_o}/{plan.shares}/{plan.warps}/{plan.ahead}",
+        f"{plan.block_o}/{plan.shares}/{plan.warps}/{plan.ahead}{f'/{plan.far}' if plan.far else ''}",
         kernel=kernel,
         signature={name: types.get(name, "i32") for name in names},
         constexprs=constexprs,
         num_warps=plan.warps,
         multiples_of_16=("width", "num_outputs"),
-        instructions=("mma.sync.aligned.m16n8k16", "ld.global.cg.v4"),
+        instructions=(
+            "mma.sync.aligned.m16n8k16",
+            "ld.global.cg.v4",
+            *(["cp.async.bulk.prefetch"] if plan.far else []),
+        ),
     )
 
 
@@ -207,6 +212,22 @@ CASES = [
     *(_experts(form, four_bit_gate_up_kernel, 1024, 4096, block_m=8) for form in _FORMATS),
     *(_experts(form, four_bit_down_kernel, 4096, 512, block_m=8) for form in _FORMATS),
     _experts("int4", four_bit_gate_up_kernel, 2048, 4096, block_m=8),
+    _experts(
+        "int4",
+        four_bit_gate_up_kernel,
+        1024,
+        4096,
+        block_m=8,
+        plan=FourBitPlan(block_o=64, block_m=8, ahead=2, warps=4, shares=1, far=14),
+    ),
+    _experts(
+        "int4",
+        four_bit_down_kernel,
+        4096,
+        1024,
+        block_m=8,
+        plan=FourBitPlan(block_o=64, block_m=8, ahead=2, warps=4, shares=1, far=6),
+    ),
     _experts("int4", four_bit_down_kernel, 4096, 1024, block_m=8),
     *(
         case
