@@ -1,13 +1,12 @@
 """Exchanges between the ranks of a group: sums in the order of ranks, winners, and the gather of logits.
 
 Every rank pushes into slots of its peers' buffers (peer_memory.py), then sets a flag at each with release order; it
-waits for the flags of all peers with acquire order and reads its own slots. All ways to sum give the same bits, because
-every element is added in float32 in the order of ranks, then to the residual, and rounded once:
+waits for the flags of all peers with acquire order and reads its own slots. All three ways to sum give the same bits,
+because every element is added in float32 in the order of ranks, then to the residual, and rounded once:
 
     one-shot   every rank pushes its whole partial sum to all, and adds up everything; for few tokens, and without
                flags (exchange_one_shot.py)
     two-shot   part q goes to rank q, which adds it up and pushes the result to all; in rounds if it is large
-    paired     the same of two ranks: each pushes all it has in rounds, which are no more bytes than in two shots
     paired     what two ranks do instead, for whom one shot moves no more bytes: each pushes all it has, in rounds
 
 Why two halves of a slot suffice. Epoch e of program p uses half e % 2. A rank pushes for epoch e + 2 only after its own
