@@ -231,7 +231,7 @@ class ExchangeGroup:
             H=width,
             BLOCK=block,
             **channel.places(),
-            num_warps=min(max(block // 128, 1), 16),
+            num_warps=one_shot_warps(block, self.size),
             **self._options,
         )
         return normed_NH
@@ -272,6 +272,11 @@ class ExchangeGroup:
             num_warps=16,
             **self._options,
         )
+
+
+def one_shot_warps(num_quads: int, ranks: int) -> int:
+    """More than two ranks' parts of a row leave fewer registers for each quad."""
+    return min(max(num_quads // (128 if ranks == 2 else 64), 1), 16)
 
 
 def _share(num_elements: int, channel: Channel, num_shares: int, element_size: int) -> int:

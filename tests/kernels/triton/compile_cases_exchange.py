@@ -59,7 +59,7 @@ def one_shot_case(ranks: int, dtype: str, width: int, *, has_norm: bool) -> Comp
         constexprs={"DTYPE": TYPES[dtype], "H": width, "BLOCK": block}
         | ({} if has_norm else {"normed": None, "gain": None})
         | ExchangeLayout(ranks=ranks).one_shot.places(),
-        num_warps=min(max(block // 128, 1), 16),
+        num_warps=exchange.one_shot_warps(block, ranks),
         instructions=(TAGGED_PUSH, TAGGED_READ, ACQUIRE),
     )
 
