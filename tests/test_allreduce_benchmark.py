@@ -18,7 +18,7 @@ def test_a_rank_sends_least_in_two_shots() -> None:
 
 def test_the_table_shows_what_was_not_measured() -> None:
     cell = Cell(ranks=2, tokens=4, hidden=2560, partials="bfloat16", floor_us=2.04, times_us={"nccl": 17.06})
-    assert table([cell]).splitlines()[-1] == "| 2 | 4 x 2560 | bfloat16 | 2.0 | - | - | 17.1 | - | - |"
+    assert table([cell]).splitlines()[-1] == "| 2 | 4 x 2560 | bfloat16 | 2.0 | - | - | - | 17.1 | - | - |"
 
 
 def test_too_few_devices_are_named(
