@@ -70,7 +70,7 @@ class Cell(NamedTuple):
         weight = FourBitTiles.empty(FORMS[self.form], self.shape, meta)
         block_m = mixture.visits_per_program(self.num_tokens, weight)
         if is_gate_up:
-            return four_bit_experts.gate_up_plan(rows // 2, depth, block_m)
+            return four_bit_experts.gate_up_plan(rows // 2, depth, block_m, weight.form.format)
         return four_bit_experts.down_plan(rows, depth, block_m, weight.form.format)
 
 

@@ -19,7 +19,12 @@ from agentspec.kernels.triton.four_bit_layers import FourBitPlan, expanded
 from agentspec.kernels.triton.launch import INTERPRETED, overlapped
 from agentspec.kernels.weights import Plain, Weight
 
-_WIDE = 4096
+_MEASURED = {
+    ("int4", 1024, 4096): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1),
+    ("int4", 4096, 512): FourBitPlan(block_o=128, block_m=8, ahead=4, shares=1),
+}
+"""By (FourBitForm.format, rows and columns of an expert's matrix): of up to 8 visits, where this is faster than the
+rule, which is that of 35B-A3B on an H100. In whole steps of 397B-A17B on two H200."""
 _MOST_STEPS = 8
 """Steps along K up to which the loop is unrolled."""
 
@@ -34,30 +39,20 @@ def in_plain(weight: Weight, dtype: torch.dtype) -> Weight:
     return Plain(expanded(weight, dtype)) if isinstance(weight, FourBitTiles) else weight
 
 
-# The rule is that of 35B-A3B on an H100. Wider inputs and outputs have for few tokens what is fastest in whole steps of
-# 397B-A17B on two H200: warps with rows of their own instead of shares of columns, which have to be summed.
-
-
-def gate_up_plan(width: int, depth: int, block_m: int) -> FourBitPlan:
-    """width: of an expert. depth: that of its inputs."""
-    if block_m == 8 and depth >= _WIDE and depth % (2 * TILE_COLUMNS) == width % 32 == 0:
-        return FourBitPlan(block_o=64, block_m=8, ahead=2, warps=4, shares=1)
+def gate_up_plan(width: int, depth: int, block_m: int, format: str = "int4") -> FourBitPlan:
+    """width: of an expert. depth: that of its inputs. format: FourBitForm.format."""
     block_o = 32 if block_m > 8 and width % 16 == 0 else 16
-    return _plan(block_o, depth, block_m, ahead=2)
+    return _measured(format, 2 * width, depth, block_m) or _plan(block_o, depth, block_m, ahead=2)
 
 
 def down_plan(num_outputs: int, depth: int, block_m: int, format: str = "int4") -> FourBitPlan:
-    """format: as in linear_four_bit.py."""
-    # Scales of groups of 32 are four times as many, for which such warps lack registers.
-    if (
-        "by 32" not in format
-        and block_m == 8
-        and num_outputs >= _WIDE
-        and num_outputs % 128 == 0
-        and depth == 4 * TILE_COLUMNS
-    ):
-        return FourBitPlan(block_o=128, block_m=8, ahead=4, warps=4, shares=1)
-    return _plan(32 if num_outputs % 32 == 0 else 16, depth, block_m, ahead=1)
+    """As `gate_up_plan`."""
+    block_o = 32 if num_outputs % 32 == 0 else 16
+    return _measured(format, num_outputs, depth, block_m) or _plan(block_o, depth, block_m, ahead=1)
+
+
+def _measured(format: str, rows: int, depth: int, block_m: int) -> FourBitPlan | None:
+    return _MEASURED.get((format, rows, depth)) if block_m == 8 else None
 
 
 def _plan(block_o: int, depth: int, block_m: int, *, ahead: int) -> FourBitPlan:

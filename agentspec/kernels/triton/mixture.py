@@ -122,7 +122,9 @@ def _parts(routing: Routing, weights: MixtureWeights, *, visit_shared: bool) -> 
 
 def _gate_up(x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight | None, visits: Visits) -> Tensor:
     if four_bit_experts.takes_decoded(weight_X2IH, x_NH.dtype):
-        plan = four_bit_experts.gate_up_plan(weight_X2IH.shape[1] // 2, weight_X2IH.shape[2], visits.block_m)
+        plan = four_bit_experts.gate_up_plan(
+            weight_X2IH.shape[1] // 2, weight_X2IH.shape[2], visits.block_m, weight_X2IH.form.format
+        )
         return four_bit_experts.gate_up(plan, x_NH, weight_X2IH, shared_2IH, visits)
     weight_X2IH = four_bit_experts.in_plain(weight_X2IH, x_NH.dtype)
     shared_2IH = None if shared_2IH is None else four_bit_experts.in_plain(shared_2IH, x_NH.dtype)

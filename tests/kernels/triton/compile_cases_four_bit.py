@@ -102,7 +102,7 @@ def _experts(
     if plan is None and is_down:
         plan = four_bit_experts.down_plan(rows, depth, block_m, form)
     elif plan is None:
-        plan = four_bit_experts.gate_up_plan(rows // 2, depth, block_m)
+        plan = four_bit_experts.gate_up_plan(rows // 2, depth, block_m, form)
     types = {
         **dict.fromkeys(("h", "x"), "*bf16"),
         **dict.fromkeys(("parts", "weights", "multipliers", "shared_multipliers"), "*fp32"),
