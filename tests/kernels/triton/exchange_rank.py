@@ -124,13 +124,16 @@ class RankUnderTest:
 
     def poison_free_slots(self, channel: Channel) -> None:
         """Poison the half of the last epoch: peers write it again only once they have seen a flag, or a tag, of the
-        next one."""
-        epochs = self.memory.buffer[channel.begin :][: 8 * channel.programs].view(torch.int64)
+        next one. Of paired rounds the last two quarters: a peer is two pushes ahead at most."""
+        epochs = self.memory.buffer[channel.begin :][: 8 * channel.programs].view(torch.int64).tolist()
+        if channel is not self.layout.one_shot:
+            assert min(epochs) == max(epochs), "all programs advance, idle ones too"
         slots = self.memory.buffer[channel.slots : channel.end].view(-1, self.ranks, channel.programs, channel.region)
-        if channel is self.layout.two_shot and self.ranks == 2:  # quarters: the last two epochs' are pushed ahead
-            return
-        for program, epoch in enumerate(epochs.tolist()):
-            slots[epoch % NUM_HALVES :: NUM_HALVES, :, program] = 255
+        for program, epoch in enumerate(epochs):
+            if channel is self.layout.two_shot and self.ranks == 2:
+                slots[[epoch % 4, (epoch - 1) % 4], :, program] = 255
+            else:
+                slots[epoch % NUM_HALVES :: NUM_HALVES, :, program] = 255
 
 
 def rank_order_sum(residual_NH: Tensor, parts: list[Tensor]) -> Tensor:
