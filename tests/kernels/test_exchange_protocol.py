@@ -35,6 +35,10 @@ class Scheme:
     """Whether pushes wait until the exchange before has ended on this rank."""
     release_covers_pushes: bool = True
     """Whether a flag arrives after the pushes before it."""
+    pairs: bool = False
+    """Two ranks, whose large sums are rounds in which each pushes all it has, the next before one is awaited."""
+    quarters: int = 4
+    """Places of such rounds."""
     tagged: bool = False
     """Cells of one-shots have their epoch as a tag, and no flags are set. There are no programs without a cell, so each
     program counts the exchanges in which it had some."""
@@ -43,7 +47,7 @@ class Scheme:
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     kind: str
-    """"one-shot" or "two-shot". Each kind has slots, flags and epochs of its own."""
+    """"one-shot", "two-shot" or "paired". Each kind has slots, flags and epochs of its own."""
     cells: int
     programs: int
     rounds: int = 1
@@ -100,7 +104,10 @@ class Machine:
             epoch = sum(other.rounds for other in self.exchanges[:index] if other.kind == kind)
         else:
             epoch = self.epochs[counter]
-        for turn in range(exchange.rounds):
+        if kind == "paired":
+            yield from self.paired(rank, index, program, epoch)
+            epoch += exchange.rounds
+        for turn in range(0 if kind == "paired" else exchange.rounds):
             epoch += 1
             half = epoch % scheme.halves
             for phase in range(exchange.phases):
@@ -134,6 +141,25 @@ class Machine:
                         self.num_wrong += found != (index, turn, phase, peer)
         is_absent = scheme.tagged and kind == "one-shot" and not places
         self.end(rank, index, counter, self.epochs[counter] if is_absent else epoch)
+
+    def paired(self, rank: int, index: int, program: int, epoch: int) -> Iterator[Step]:
+        exchange, peer = self.exchanges[index], 1 - rank
+        places, flag = self.places(exchange, program), (peer, "paired", 0, program, rank)
+        for turn in range(exchange.rounds + 1):
+            if turn < exchange.rounds:
+                ahead, sent = epoch + turn + 1, []
+                for place in places:
+                    key = (peer, "paired", 0, ahead % self.scheme.quarters, rank, place)
+                    sent.append(self.send(self.slots, key, (index, turn, 0, rank)))
+                    yield lambda: True
+                self.last_flags[flag] = [self.send(self.flags, flag, ahead, [*self.last_flags.get(flag, []), *sent])]
+            if turn > 0:
+                own_flag, awaited = (rank, "paired", 0, program, peer), epoch + turn
+                yield lambda own_flag=own_flag, awaited=awaited: self.flags[own_flag] >= awaited  # type: ignore[misc]
+                for place in places:
+                    yield lambda: True
+                    found = self.slots.get((rank, "paired", 0, awaited % self.scheme.quarters, peer, place))
+                    self.num_wrong += found != (index, turn - 1, 0, peer)
 
     def send(
         self, memory: dict[Any, Any], key: Any, value: Any, after: list[Message] | None = None, *, tag: int = 0
@@ -198,16 +224,17 @@ class Machine:
 def random_machine(scheme: Scheme, generator: random.Random) -> Machine:
     exchanges = []
     for _ in range(6):
-        kind = generator.choice(["one-shot", "one-shot", "one-shot", "two-shot"])
+        large = "paired" if scheme.pairs else "two-shot"
+        kind = generator.choice(["one-shot", "one-shot", "one-shot", large])
         exchanges.append(
             Exchange(
                 kind=kind,
                 cells=generator.randint(1, CELLS),
                 programs=PROGRAMS if scheme.fixed_grid else generator.choice([1, 2, PROGRAMS]),
-                rounds=generator.choice([1, 2]) if kind == "two-shot" else 1,
+                rounds=1 if kind == "one-shot" else generator.choice([1, 2, 5] if scheme.pairs else [1, 2]),
             )
         )
-    return Machine(scheme, generator.choice([2, 2, 3]), exchanges)
+    return Machine(scheme, 2 if scheme.pairs else generator.choice([2, 2, 3]), exchanges)
 
 
 def num_failures(scheme: Scheme, runs: int, *, stop: bool) -> int:
@@ -227,6 +254,7 @@ def num_failures(scheme: Scheme, runs: int, *, stop: bool) -> int:
         pytest.param(Scheme(), id="fixed grids"),
         pytest.param(Scheme(fixed_grid=False, shared_epoch=True), id="one epoch, moved by the last"),
         pytest.param(Scheme(tagged=True), id="tags instead of flags"),
+        pytest.param(Scheme(pairs=True, tagged=True), id="paired rounds"),
     ],
 )
 def test_right_protocols_never_read_wrong_data(scheme: Scheme) -> None:
@@ -244,6 +272,7 @@ def test_right_protocols_never_read_wrong_data(scheme: Scheme) -> None:
         ),
         pytest.param(Scheme(release_covers_pushes=False), id="no barrier before the release"),
         pytest.param(Scheme(tagged=True, halves=1), id="tags, and one half"),
+        pytest.param(Scheme(pairs=True, quarters=2), id="paired rounds, and two places"),
         pytest.param(Scheme(tagged=True, waits_for_previous=False), id="tags, and a push before the wait"),
     ],
 )
