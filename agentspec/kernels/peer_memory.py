@@ -98,7 +98,12 @@ class ExchangeLayout:
     """Elements of the widest row that is summed in one shot."""
     two_shot_elements: int = 1 << 21
     """Elements of one round of a two-shot; larger sums take several rounds in one launch. A rank has slots of
-    8 * 4 * this many bytes."""
+    32 * this many bytes."""
+    paired_programs: int = 256
+    """Of the rounds that two ranks take instead of two shots. Two for each multiprocessor of an H100: while one adds up
+    what has arrived, or waits until its pushes have, the link has the other's."""
+    paired_elements: int = 1 << 22
+    """Elements of one such round. A rank has slots of 16 * this many bytes."""
     gather_elements: int = 0
     """Elements of one rank's part in one round of a gather. 0: 2**20 / ranks."""
     winner_programs: int = 16
@@ -134,8 +139,11 @@ class ExchangeLayout:
 
     @cached_property
     def two_shot(self) -> Channel:
-        region = 4 * whole_share(self.two_shot_elements, self.programs * self.ranks)
-        return self._channel(self.programs, 2, region, self.block, self.one_shot.end)
+        """That of paired rounds for two ranks."""
+        is_paired = self.ranks == 2
+        programs = self.paired_programs if is_paired else self.programs
+        region = 4 * whole_share(self.paired_elements if is_paired else self.two_shot_elements, programs * self.ranks)
+        return self._channel(programs, 2, region, self.block, self.one_shot.end)
 
     @cached_property
     def gather(self) -> Channel:

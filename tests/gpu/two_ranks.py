@@ -30,14 +30,15 @@ PATIENCE = 60
 
 
 class TwoRanks:
-    """Both ranks in this process, each on a stream of its own. A residual of every number of tokens is carried through
-    all exchanges, so each of them leaves its mark on the bits compared at the end."""
+    """Both ranks in this process, each on a stream of its own, with few enough programs for one device. A residual of
+    every number of tokens is carried through all exchanges, so each of them leaves its mark on the bits compared at the
+    end."""
 
     def __init__(self, device: torch.device, *, overlapped: bool, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = device, dtype
         self.overlapped = overlapped
         self.num_exchanges = 0
-        layout = ExchangeLayout(ranks=RANKS)
+        layout = ExchangeLayout(ranks=RANKS, paired_programs=64, paired_elements=1 << 20)
         self.groups = [
             ExchangeGroup(memory, layout, overlapped=overlapped) for memory in PeerMemory.of_one_process(layout, device)
         ]

@@ -37,6 +37,8 @@ def small_layout(ranks: int) -> ExchangeLayout:
     return ExchangeLayout(
         ranks=ranks,
         programs=3,
+        paired_programs=3,
+        paired_elements=600,
         one_shot_programs=3,
         one_shot_elements=400,
         widest=80,
