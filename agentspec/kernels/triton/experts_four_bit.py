@@ -61,11 +61,11 @@ def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
             zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))
         if FORMAT == "e2m1":
             multipliers = _of_expert(multipliers, shared_multipliers, expert, num_experts, 2 * width)
-        X: gl.constexpr = tokens_layout(SHARES, WARPS)
+        X: gl.constexpr = tokens_layout(FORMAT, BLOCK_M, 1, SHARES, WARPS)
         acc_OM = walk(
-            x, gl.convert_layout(m_pair // C * (GROUPS * 128), X), gl.convert_layout(m_is_real, X), words, scales,
+            x, gl.convert_layout(m_pair // C * (GROUPS * 64), X), gl.convert_layout(m_is_real, X), words, scales,
             zeros, multipliers, gl.program_id(0), 0, width, GROUPS, 1, FORMAT, True, BLOCK_O // 8, BLOCK_M, AHEAD,
-            SHARES, WARPS, UNROLL, False,
+            SHARES, WARPS, UNROLL, UNROLL, False,
         )  # fmt: skip
         y = gated(acc_OM, BLOCK_O, BLOCK_M)
         _store(h, y, m_pair, m_is_real, gl.program_id(0), width, BLOCK_O // 2, BLOCK_M)
@@ -95,12 +95,12 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
             zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))
         if FORMAT == "e2m1":
             multipliers = _of_expert(multipliers, shared_multipliers, expert, num_experts, num_outputs)
-        X: gl.constexpr = tokens_layout(SHARES, WARPS)
+        X: gl.constexpr = tokens_layout(FORMAT, BLOCK_M, 1, SHARES, WARPS)
         m_weight = gl.load(weights + m_pair, mask=m_is_real, other=0.0, cache_modifier=".cg")
         acc_OM = walk(
-            h, gl.convert_layout(m_pair * (GROUPS * 128), X), gl.convert_layout(m_is_real, X), words, scales, zeros,
+            h, gl.convert_layout(m_pair * (GROUPS * 64), X), gl.convert_layout(m_is_real, X), words, scales, zeros,
             multipliers, gl.program_id(0), 0, num_outputs, GROUPS, 1, FORMAT, False, BLOCK_O // 8, BLOCK_M, AHEAD,
-            SHARES, WARPS, UNROLL, PDL,
+            SHARES, WARPS, UNROLL, UNROLL, PDL,
         )  # fmt: skip
         LAYOUT: gl.constexpr = layout_of(acc_OM)
         acc_OM *= gl.expand_dims(gl.convert_layout(m_weight, gl.SliceLayout(0, LAYOUT)), 0)

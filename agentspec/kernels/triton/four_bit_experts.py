@@ -20,8 +20,8 @@ from agentspec.kernels.triton.launch import INTERPRETED, overlapped
 from agentspec.kernels.weights import Plain, Weight
 
 _MEASURED = {
-    ("int4", 1024, 4096): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1),
-    ("int4", 4096, 512): FourBitPlan(block_o=128, block_m=8, ahead=4, shares=1),
+    ("int4", 1024, 4096): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, max_registers=96),
+    ("int4", 4096, 512): FourBitPlan(block_o=64, block_m=8, ahead=2, shares=1, max_registers=88),
 }
 """By (FourBitForm.format, rows and columns of an expert's matrix): of up to 8 visits, where this is faster than the
 rule, which is that of 35B-A3B on an H100. In whole steps of 397B-A17B on two H200."""
@@ -114,7 +114,7 @@ def _operands(weight: Weight | None) -> tuple[Tensor | None, Tensor | None, Tens
     return weight.values, weight.scales, weight.zeros, weight.multipliers
 
 
-def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str, int | bool | str]:
+def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str, int | bool | str | None]:
     options = overlapped()
     assert plan.split == 1
     assert plan.block_m >= visits.block_m, f"{visits.block_m} visits of a program in tiles of {plan.block_m}"
@@ -133,5 +133,6 @@ def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str
         "UNROLL": num_steps <= _MOST_STEPS,
         "WARPS": plan.warps,
         "num_warps": plan.warps,
+        "maxnreg": plan.max_registers,
         **options,
     }

@@ -25,10 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from agentspec.kernels.four_bit_tiles import TILE_COLUMNS
 from agentspec.kernels.triton.launch import await_previous, release_next
 
-_COLUMNS = gl.constexpr(TILE_COLUMNS)
 _WORDS = gl.constexpr(128)
 """32-bit words of a tile."""
 _release_next = gluon.jit(release_next.fn)
@@ -94,9 +92,40 @@ def mma_layout(num_shares: int, num_warps: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.constexpr_function
-def tokens_layout(num_shares: int, num_warps: int) -> gl.SliceLayout:
-    """Of a value for each token, as the other operand has them."""
-    return axis_layout(gl.DotOperandLayout(1, mma_layout(num_shares, num_warps), 8), 2, 3)
+def pairs_layout(block_m: int, num_shares: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Pairs of activations [share of K, 64, token]: what each lane needs of the other operand."""
+    registers, token = [[0, 1, 0], [0, 2, 0], [0, 16, 0], [0, 32, 0]], 8
+    while token < block_m:
+        registers.append([0, 0, token])
+        token *= 2
+    warps, warp = [], 1
+    while warp < num_warps:
+        has_share = warp >= num_warps // num_shares
+        warps.append([warp * num_shares // num_warps if has_share else 0, 0, 0])
+        warp *= 2
+    lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [num_shares, 64, block_m])
+
+
+@gluon.constexpr_function
+def takes_pairs(format: str, block_m: int, split: int) -> bool:
+    """Whether activations are loaded as words of two, for then each stays in one register from its load to its product.
+    Where the compiler moves nothing anyway, single ones take fewer registers."""
+    return sums_of(format) == 1 and (block_m > 8 or (format != "e2m1" and split == 1))
+
+
+@gluon.constexpr_function
+def inputs_layout(in_pairs: bool, block_m: int, num_shares: int, num_warps: int) -> gl.DistributedLayout:
+    """Of activations as they are loaded."""
+    if in_pairs:
+        return pairs_layout(block_m, num_shares, num_warps)
+    return gl.DotOperandLayout(1, mma_layout(num_shares, num_warps), 8)
+
+
+@gluon.constexpr_function
+def tokens_layout(format: str, block_m: int, split: int, num_shares: int, num_warps: int) -> gl.SliceLayout:
+    """Of a value for each token, as `inputs_layout` has them."""
+    return axis_layout(inputs_layout(takes_pairs(format, block_m, split), block_m, num_shares, num_warps), 2, 3)
 
 
 @gluon.constexpr_function
@@ -218,18 +247,19 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
     BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: FourBitForm.format. A
-    program of SwiGLU has BLOCK_O / 2 rows of gate and the same of up, eight in turn: then a lane has both. FAR: groups
-    that each share asks for to be in L2 before it awaits the previous kernel, beside those that it loads."""
+    """x_stride: in pairs of activations. num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row.
+    FORMAT: FourBitForm.format. A program of SwiGLU has BLOCK_O / 2 rows of gate and the same of up, eight in turn: then
+    a lane has both. FAR: groups that each share asks for to be in L2 before it awaits the previous kernel, beside those
+    that it loads."""
     _release_next(PDL)
     NUM_BLOCKS: gl.constexpr = BLOCK_O // 8
     tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
     if FAR > 0:
         prefetch_shares(words, tile, part, num_outputs, GROUPS, SPLIT, SWIGLU, NUM_BLOCKS, AHEAD, SHARES, FAR, WARPS)
-    m = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=tokens_layout(SHARES, WARPS))
+    m = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=tokens_layout(FORMAT, BLOCK_M, SPLIT, SHARES, WARPS))
     acc_OM = walk(
         x, m * x_stride, m < num_tokens, words, scales, zeros, multipliers, tile, part, num_outputs, GROUPS, SPLIT,
-        FORMAT, SWIGLU, NUM_BLOCKS, BLOCK_M, AHEAD, SHARES, WARPS, False, PDL,
+        FORMAT, SWIGLU, NUM_BLOCKS, BLOCK_M, AHEAD, SHARES, WARPS, False, True, PDL,
     )  # fmt: skip
     FLAT: gl.constexpr = gl.SliceLayout(0, mma_layout(SHARES, WARPS))
     if SPLIT > 1:
@@ -269,13 +299,17 @@ def prefetch_shares(  # type: ignore[no-untyped-def]
 def walk(  # type: ignore[no-untyped-def]
     x, m_offset, m_is_real, words, scales, zeros, multipliers, tile, part, num_outputs, GROUPS: gl.constexpr,
     SPLIT: gl.constexpr, FORMAT: gl.constexpr, SWIGLU: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
-    AHEAD: gl.constexpr, SHARES: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
+    AHEAD: gl.constexpr, SHARES: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, CLEARED: gl.constexpr,
+    PDL: gl.constexpr
 ):  # fmt: skip
     """Return a tile's sums over a part of the columns, float32 [rows, BLOCK_M]. Awaits the previous kernel once the
-    first weights are asked for. m_offset, m_is_real: of each token, where its inputs begin in x, and whether it has
-    any; in `tokens_layout`. UNROLL: of few groups, so that each step is code of its own."""
+    first weights are asked for. m_offset, m_is_real: of each token, the pair of x where its inputs begin, and whether
+    it has any, else its sums are undefined; in `tokens_layout`. UNROLL: of few groups, so that each step is code of its
+    own. CLEARED: see `_load_tokens`."""
     MMA: gl.constexpr = mma_layout(SHARES, WARPS)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    PAIRS: gl.constexpr = takes_pairs(FORMAT, BLOCK_M, SPLIT)
+    X: gl.constexpr = inputs_layout(PAIRS, BLOCK_M, SHARES, WARPS)
+    WIDTH: gl.constexpr = 64 if PAIRS else 128
     W: gl.constexpr = words_layout(SHARES, NUM_BLOCKS, WARPS)
     PARTS: gl.constexpr = SPLIT * SHARES
     APART: gl.constexpr = UNROLL or is_last_apart(FORMAT, BLOCK_M)
@@ -309,44 +343,55 @@ def walk(  # type: ignore[no-untyped-def]
             z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN and n < MOST) * SCALES),)
     _await_previous(PDL)
 
-    share, k = part * SHARES + index_along(SHARES, 0, 3, B), index_along(128 // sums_of(FORMAT), 1, 3, B)
+    share, k = part * SHARES + index_along(SHARES, 0, 3, X), index_along(WIDTH // sums_of(FORMAT), 1, 3, X)
     x_begin, x_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)
-    x_at = x + gl.expand_dims(gl.expand_dims(m_offset, 0), 1) + k
+    CLEAR: gl.constexpr = CLEARED or not (EVEN and PAIRS)
+    x_at = _inputs_at(x, gl.expand_dims(gl.expand_dims(m_offset, 0), 1), k, PAIRS, CLEAR)
     is_token = gl.expand_dims(gl.expand_dims(m_is_real, 0), 1) & (k < 128) & (share >= 0)
-    x_next = _load_tokens(x_at + x_begin * _COLUMNS, is_token, FORMAT)
+    x_next = _load_tokens(x_at + x_begin * WIDTH, is_token, FORMAT, PAIRS, CLEAR)
     acc = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
     MORE: gl.constexpr = (STEPS - APART) * AHEAD
     if UNROLL:
         for step in gl.static_range(0, MORE, AHEAD):
             acc, x_next, w_next, s_next, z_next = _step(
                 acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, False,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, PAIRS,
+                CLEAR, False,
             )  # fmt: skip
     else:
         for step in range(0, MORE, AHEAD):
             acc, x_next, w_next, s_next, z_next = _step(
                 acc, x_next, w_next, s_next, z_next, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, False,
+                scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, PAIRS,
+                CLEAR, False,
             )  # fmt: skip
     if APART:
         acc, x_next, w_next, s_next, z_next = _step(
             acc, x_next, w_next, s_next, z_next, MORE, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end,
-            scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, True,
+            scale_at, s_begin, s_end, zero_at, FORMAT, SHARES, NUM_BLOCKS, BLOCK_M, AHEAD, EVEN, LAST, MMA, PAIRS,
+            CLEAR, True,
         )  # fmt: skip
     acc_OM = gl.sum(acc, axis=0)
     if FORMAT == "e2m1":
-        o = index_along(NUM_BLOCKS * 8, 0, 2, gl.SliceLayout(0, MMA))
-        o_multiplier = gl.load(multipliers + block_of_tile(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8)
-        acc_OM *= o_multiplier * 256.0
+        acc_OM *= _multipliers(multipliers, tile, num_outputs, SWIGLU, NUM_BLOCKS, layout_of(acc_OM))
     return acc_OM
+
+
+@gluon.jit
+def _multipliers(  # type: ignore[no-untyped-def]
+    multipliers, tile, num_outputs, SWIGLU: gl.constexpr, NUM_BLOCKS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Those of a tile's rows, [rows, 1], with what scales and codes lack."""
+    o = index_along(NUM_BLOCKS * 8, 0, 2, LAYOUT)
+    return gl.load(multipliers + block_of_tile(tile, o // 8, num_outputs, NUM_BLOCKS, SWIGLU) * 8 + o % 8) * 256.0
 
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, x_next, w_now, s_now, z_now, step, x_at, is_token, x_begin, x_end, word_at, w_begin, w_end, scale_at, s_begin,
     s_end, zero_at, FORMAT: gl.constexpr, SHARES: gl.constexpr, NUM_BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
-    AHEAD: gl.constexpr, EVEN: gl.constexpr, LAST: gl.constexpr, MMA: gl.constexpr,
-    IS_LAST: gl.constexpr
+    AHEAD: gl.constexpr, EVEN: gl.constexpr, LAST: gl.constexpr, MMA: gl.constexpr, PAIRS: gl.constexpr,
+    CLEARED: gl.constexpr, IS_LAST: gl.constexpr
 ):  # fmt: skip
     """Multiply AHEAD groups and ask for the next ones, or multiply the LAST ones. EVEN: all shares have as many groups,
     so none past a share's end is needed. Return (acc, x, words, scales, zero points), those of the next step."""
@@ -356,7 +401,8 @@ def _step(  # type: ignore[no-untyped-def]
         x_now, later = x_next, step + AHEAD + n
         if not IS_LAST or n + 1 < LAST:
             is_in = is_token & ((x_begin + step + n + 1 < x_end) | EVEN)
-            x_next = _load_tokens(x_at + _group(x_begin, step + n + 1, x_end, IN) * _COLUMNS, is_in, FORMAT)
+            x_group = _group(x_begin, step + n + 1, x_end, IN)
+            x_next = _load_tokens(x_at + x_group * (64 if PAIRS else 128), is_in, FORMAT, PAIRS, CLEARED)
         if has_zeros(FORMAT):
             parts = _decoded(w_now[n], s_now[n], z_now[n], FORMAT)
         else:
@@ -366,14 +412,14 @@ def _step(  # type: ignore[no-untyped-def]
                 gl.load(word_at + _group(w_begin, later, w_end, IN and n < LAST) * _WORDS, cache_modifier=".cg"),
             )
         if FORMAT == "e2m1":
-            acc = mma_v2(_operand(parts, SHARES, NUM_BLOCKS, MMA), x_now[0], acc)
+            acc = mma_v2(_operand(parts, SHARES, NUM_BLOCKS, MMA), _tokens(x_now[0], PAIRS, MMA), acc)
         else:
             operands = (_operand(parts, SHARES, NUM_BLOCKS, MMA),)
             if sums_of(FORMAT) == 4:
                 operands = _operands_of_words(parts, SHARES, NUM_BLOCKS, MMA)
             for i in gl.static_range(sums_of(FORMAT)):
                 zero = gl.zeros([SHARES, NUM_BLOCKS * 8, BLOCK_M], gl.float32, MMA)
-                group_sum = mma_v2(operands[i], x_now[i], zero)
+                group_sum = mma_v2(operands[i], _tokens(x_now[i], PAIRS, MMA), zero)
                 acc = gl.fma(group_sum, s_now[n * sums_of(FORMAT) + i].to(gl.float32), acc)
         if not IS_LAST:
             s_next += _load_scales(
@@ -385,17 +431,38 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _load_tokens(at, is_in, FORMAT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of a tile, for each of its sums; zeros where `is_in` is false."""
+def _inputs_at(x, offset, k, PAIRS: gl.constexpr, CLEARED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to pairs k, or single elements, as `_load_tokens` takes them. offset: in pairs."""
+    if not PAIRS:
+        at = x + offset * 2 + k
+    elif CLEARED:
+        at = x.to(gl.pointer_type(gl.int32), bitcast=True) + offset + k
+    else:
+        at = x.to(gl.pointer_type(gl.int32), bitcast=True) + offset + k // 4 * 4
+    return at
+
+
+@gluon.jit
+def _load_tokens(at, is_in, FORMAT: gl.constexpr, PAIRS: gl.constexpr, CLEARED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of a tile, for each of its sums.
+
+    Lanes where `is_in` is false, whose sums nobody reads, get zeros if CLEARED: this takes two instructions for each
+    load. Otherwise they keep what they have, for which the compiler keeps their registers between a use and the next
+    load."""
     x = ()
     for i in gl.static_range(sums_of(FORMAT)):
-        part = gl.load(at + i * (128 // sums_of(FORMAT)), mask=is_in, other=0.0)
-        x += (_paired(part) if sums_of(FORMAT) == 1 else part,)
+        if not CLEARED:
+            x += (_load_where(at, is_in),)
+        elif PAIRS:
+            x += (gl.load(at, mask=is_in, other=0),)
+        else:
+            part = gl.load(at + i * (128 // sums_of(FORMAT)), mask=is_in, other=0.0)
+            x += (_in_order(part) if sums_of(FORMAT) == 1 else part,)
     return x
 
 
 @gluon.jit
-def _paired(x):  # type: ignore[no-untyped-def]
+def _in_order(x):  # type: ignore[no-untyped-def]
     """A tile's columns of the tokens in the order in which `_operand` has them. Lanes keep what they have loaded."""
     LAYOUT: gl.constexpr = layout_of(x)
     SHARES: gl.constexpr = x.shape[0]
@@ -403,6 +470,41 @@ def _paired(x):  # type: ignore[no-untyped-def]
     # share, half of the columns, word of two, lane of four, pair's bits 1 and 0, half of a register, token
     y = x.reshape((SHARES, 2, 2, 4, 2, 2, 2, BLOCK_M)).permute((0, 1, 5, 3, 2, 4, 6, 7))
     return gl.convert_layout(y.reshape((SHARES, 128, BLOCK_M)), LAYOUT)
+
+
+@gluon.jit
+def _load_where(at, is_in):  # type: ignore[no-untyped-def]
+    """Load words, four adjacent ones by a lane, of which all have the first one's pointer."""
+    address, is_in = gl.broadcast(at.to(gl.int64, bitcast=True), is_in.to(gl.int32))
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $8, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "=r,=r,=r,=r,l,l,l,l,r,r,r,r",
+        [address, is_in],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _tokens(x, PAIRS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What was loaded as the operand [shares, columns, tokens], in the order of `_in_order`. Moves nothing."""
+    if PAIRS:
+        SHARES: gl.constexpr = x.shape[0]
+        BLOCK_M: gl.constexpr = x.shape[2]
+        even, odd = _halves(x)
+        # share, half of the columns, word of two, lane of four, pair's bit 1, half of a register, token, pair's bit 0
+        y = gl.join(even, odd).reshape((SHARES, 2, 2, 4, 2, 2, BLOCK_M, 2)).permute((0, 1, 7, 3, 2, 4, 5, 6))
+        x = gl.convert_layout(y.reshape((SHARES, 128, BLOCK_M)), gl.DotOperandLayout(1, MMA, 8))
+    return x
+
+
+@gluon.jit
+def _halves(pairs):  # type: ignore[no-untyped-def]
+    """Of pairs in words, 2 n and 2 n + 1 for each n: both elements of the first one; and of the second one."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit

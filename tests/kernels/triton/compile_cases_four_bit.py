@@ -135,6 +135,7 @@ def _experts(
         signature={name: types.get(name, "i32") for name in names},
         constexprs=constexprs,
         num_warps=plan.warps,
+        max_registers=plan.max_registers,
         multiples_of_16=("width", "num_outputs"),
         instructions=(
             "mma.sync.aligned.m16n8k16",

@@ -147,7 +147,9 @@ def check_products(
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("form", "unrolled"), [*((form, True) for form in FORMS), (ZEROS_BY_32, False)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "unrolled"), [*((form, True) for form in FORMS), (INT4, False), (ZEROS_BY_32, False)], ids=str
+)
 def test_every_tiling_matches_reference(
     form: FourBitForm, plan: FourBitPlan, unrolled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
