@@ -439,30 +439,34 @@ def _four_bit_names() -> dict[str, Any]:
     names["layout_of"] = lambda _: "registers"
     names["_prefetch"] = lambda *_: None
     names["_decoded"] = _decoded
-    names.update(_inputs_at=_inputs_at, _load_where=_load_where, _halves=_halves)
+    inputs = _Inputs()
+    names.update(_inputs_at=inputs.at, _load_where=inputs.load_where, _halves=inputs.halves)
     return names
 
 
-def _inputs_at(x: Any, offset: Any, k: Any, PAIRS: bool, CLEARED: bool) -> Any:
-    """As the kernel's. Words are twice as wide as activations, which may be float32 here."""
-    if not PAIRS:
-        return x + offset * 2 + k
-    word = tl.int32 if x.dtype.element_ty.primitive_bitwidth == 16 else tl.int64
-    return x.to(tl.pointer_type(word), bitcast=True) + offset + k
+class _Inputs:
+    """Loads of activations in words of two, which are 32 or 64 bits here."""
 
+    def at(self, x: Any, offset: Any, k: Any, PAIRS: bool, CLEARED: bool) -> Any:
+        self._dtype = x.dtype.element_ty
+        if not PAIRS:
+            return x + offset * 2 + k
+        word = tl.int32 if self._dtype.primitive_bitwidth == 16 else tl.int64
+        return x.to(tl.pointer_type(word), bitcast=True) + offset + k
 
-def _load_where(at: Any, is_in: Any) -> Any:
-    """Lanes that load nothing have NaN: no sum that is read may depend on them."""
-    return tl.load(at, mask=is_in, other=-1)
+    def load_where(self, at: Any, is_in: Any) -> Any:
+        """Lanes that load nothing have NaN: no sum that is read may depend on them."""
+        return tl.load(at, mask=is_in, other=-1)
 
-
-def _halves(pairs: Any) -> list[Any]:
-    words = np.ascontiguousarray(pairs.handle.data)
-    single = {4: np.float16, 8: np.float32}[words.itemsize]
-    shares, num_pairs, num_tokens = words.shape
-    halves = words.view(single).reshape(shares, num_pairs, num_tokens, 2).transpose(0, 1, 3, 2).astype(np.float32)
-    by_two = [np.ascontiguousarray(halves[:, first::2].reshape(words.shape)) for first in range(2)]
-    return [tl.tensor(TensorHandle(x, tl.float32), tl.block_type(tl.float32, list(words.shape))) for x in by_two]
+    def halves(self, pairs: Any) -> list[Any]:
+        words = np.ascontiguousarray(pairs.handle.data)
+        if self._dtype == tl.bfloat16:
+            single = (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            single = words.view({4: np.float16, 8: np.float32}[words.itemsize]).astype(np.float32)
+        halves = single.reshape(*words.shape, 2).transpose(0, 1, 3, 2)
+        by_two = [np.ascontiguousarray(halves[:, first::2].reshape(words.shape)) for first in range(2)]
+        return [tl.tensor(TensorHandle(x, tl.float32), tl.block_type(tl.float32, list(words.shape))) for x in by_two]
 
 
 def _decoded(words: Any, scales: Any, zeros: Any, FORMAT: str) -> list[Any]:
