@@ -18,9 +18,13 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK := tests/test_architecture.py tests/test_architecture_picture.py tests/test_public_api.py tests/test_engine.py \
 	tests/cache tests/mtp tests/replay tests/runtime tests/text \
 	$(patsubst %,tests/server/test_%.py,chat completions front names tenants)
-NOT_QUICK := tests/cache/test_random.py \
-	$(patsubst %,tests/runtime/test_%.py,decode_step_distribution grammar grammar_expressions grammar_limits graphs ride) \
-	$(patsubst %,tests/text/test_%.py,continued prompt_encoder remembered_prompts segmenter sentinels system_messages)
+NOT_QUICK := tests/mtp/test_window_copies.py \
+	$(patsubst %,tests/cache/test_%.py,cost random) \
+	$(patsubst %,tests/replay/test_%.py,forced render) \
+	$(patsubst %,tests/runtime/test_%.py,decode_step decode_step_distribution grammar grammar_expressions grammar_limits \
+		graphs prefill_graphs ride) \
+	$(patsubst %,tests/text/test_%.py,bounded_memory continued prompt_encoder remembered_prompts segmenter sentinels \
+		system_messages token_limit)
 
 .PHONY: help install replay evaluate quick test test-sdks test-clients aiperf test-gpu chaos sanitize check format clean
 

@@ -107,6 +107,7 @@ def place_of(module: str) -> str | None:
     return BASE if room in FOUNDATION else None
 
 
+@cache
 def survey() -> House:
     importing: dict[tuple[str, str], set[str]] = defaultdict(set)
     num_lines: dict[str, int] = defaultdict(int)
