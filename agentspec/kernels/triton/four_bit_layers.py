@@ -215,7 +215,8 @@ def launch_product(
     assert x_NK.shape[1] == depth, f"{x_NK.shape} {weight_OK.shape}"
     assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
     assert x_NK.stride(1) == out.stride(1) == 1
-    assert num_tokens == 1 or x_NK.stride(0) % 2 == 0, "rows of whole pairs"
+    assert x_NK.data_ptr() % 4 == 0
+    assert num_tokens == 1 or x_NK.stride(0) % 2 == 0, f"rows {x_NK.stride(0)} apart aren't whole pairs"
     assert weight_OK.values.is_contiguous()
     assert residual_NO is None or residual_NO.is_contiguous()
     tiles, blocks = num_rows // plan.block_o, triton.cdiv(num_tokens, plan.block_m)
