@@ -208,5 +208,4 @@ def time_plans(jobs: Sequence[tuple[Cell, AnyPlan]], path: Path | None, *, besid
 def describe(plan: AnyPlan) -> str:
     if isinstance(plan, Tiles):
         return f"{plan.block_o}x{plan.block_k} w{plan.warps} s{plan.stages} a{plan.ahead} r{plan.release}"
-    far = f" f{plan.far}" if plan.far else ""
-    return f"{plan.block_o}x{plan.block_m} w{plan.warps} /{plan.shares} a{plan.ahead}{far}"
+    return f"{plan.block_o}x{plan.block_m} w{plan.warps} /{plan.shares} a{plan.ahead}"

@@ -26,10 +26,6 @@ UNROLLED_STEPS, MOST_UNROLLED = 8, 16
 """Loops of so few steps are unrolled; of more groups of columns than this that takes the compiler too long."""
 
 
-FARS = (2, 6, 14, 30)
-"""Groups behind the first ones that a share asks for to be in L2 at once; tried with today's tiling."""
-
-
 def candidates(chosen: FourBitPlan, rows: int, depth: int) -> Iterator[FourBitPlan]:
     """Plans with the same tokens in a block. Every group of warps has whole steps."""
     groups = depth // TILE_COLUMNS
@@ -41,9 +37,6 @@ def candidates(chosen: FourBitPlan, rows: int, depth: int) -> Iterator[FourBitPl
             continue
         if rows % block_o == 0 and groups % (shares * ahead) == 0:
             yield replace(chosen, block_o=block_o, ahead=ahead, warps=warps, shares=shares)
-    for far in FARS:
-        if far <= groups // chosen.shares - chosen.ahead:
-            yield replace(chosen, far=far)
 
 
 def plans_of(cell: Cell, *, sweep: bool) -> list[AnyPlan]:

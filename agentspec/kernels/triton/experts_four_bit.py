@@ -21,7 +21,6 @@ from agentspec.kernels.triton.linear_four_bit import (
     index_along,
     layout_of,
     mma_layout,
-    prefetch_shares,
     scales_of,
     tokens_layout,
     walk,
@@ -40,11 +39,11 @@ _await_previous = gluon.jit(await_previous.fn)
 def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
     h, x, words, scales, zeros, multipliers, shared_words, shared_scales, shared_zeros, shared_multipliers, ids, pairs,
     tiles, num_tokens, num_experts, width, C: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr,
-    BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr, FAR: gl.constexpr,
+    BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr,
     WARPS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program has BLOCK_O / 2 rows of gate and the same of up, eight in turn. GROUPS: of 128 columns, of a row of x.
-    FORMAT, FAR: as in linear_four_bit.py."""
+    FORMAT: as in linear_four_bit.py."""
     _await_previous(PDL)
     _release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, mma_layout(SHARES, WARPS)))
@@ -52,10 +51,6 @@ def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
     if works:
         num_tiles = width // 4 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
-        if FAR > 0:
-            prefetch_shares(
-                words, gl.program_id(0), 0, width, GROUPS, 1, True, BLOCK_O // 8, AHEAD, SHARES, FAR, WARPS
-            )  # fmt: skip
         scales = _of_expert(scales, shared_scales, expert, num_experts, num_tiles * scales_of(FORMAT))
         if has_zeros(FORMAT):
             zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))
@@ -76,7 +71,7 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
     parts, h, words, scales, zeros, multipliers, shared_words, shared_scales, shared_zeros, shared_multipliers, ids,
     pairs, tiles, weights, num_tokens, num_experts, num_outputs, C: gl.constexpr, GROUPS: gl.constexpr,
     FORMAT: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, SHARES: gl.constexpr,
-    FAR: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
+    WARPS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """The visits are read before the wait: they were complete before the previous kernel (gate and up) released this
     one. So are the first weights."""
@@ -86,10 +81,6 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
     if works:
         num_tiles = num_outputs // 8 * GROUPS
         words = _of_expert(words, shared_words, expert, num_experts, num_tiles * _WORDS)
-        if FAR > 0:
-            prefetch_shares(
-                words, gl.program_id(0), 0, num_outputs, GROUPS, 1, False, BLOCK_O // 8, AHEAD, SHARES, FAR, WARPS
-            )  # fmt: skip
         scales = _of_expert(scales, shared_scales, expert, num_experts, num_tiles * scales_of(FORMAT))
         if has_zeros(FORMAT):
             zeros = _of_expert(zeros, shared_zeros, expert, num_experts, num_tiles * scales_of(FORMAT))

@@ -115,8 +115,7 @@ def _operands(weight: Weight | None) -> tuple[Tensor | None, Tensor | None, Tens
 
 
 def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str, int | bool | str | None]:
-    options = overlapped()
-    assert plan.split == 1
+    assert (plan.split, plan.far) == (1, 0)
     assert plan.block_m >= visits.block_m, f"{visits.block_m} visits of a program in tiles of {plan.block_m}"
     groups = weight.shape[-1] // TILE_COLUMNS
     assert groups >= plan.shares, f"{groups} groups for {plan.shares} groups of warps"
@@ -129,10 +128,9 @@ def _blocks(plan: FourBitPlan, visits: Visits, weight: FourBitTiles) -> dict[str
         "BLOCK_M": plan.block_m,
         "AHEAD": plan.ahead,
         "SHARES": plan.shares,
-        "FAR": plan.far if options["PDL"] else 0,  # the same devices have both
         "UNROLL": num_steps <= _MOST_STEPS,
         "WARPS": plan.warps,
         "num_warps": plan.warps,
         "maxnreg": plan.max_registers,
-        **options,
+        **overlapped(),
     }

@@ -98,11 +98,11 @@ def pairs_layout(block_m: int, num_shares: int, num_warps: int) -> gl.Distribute
     while token < block_m:
         registers.append([0, 0, token])
         token *= 2
-    warps, warp = [], 1
-    while warp < num_warps:
-        has_share = warp >= num_warps // num_shares
-        warps.append([warp * num_shares // num_warps if has_share else 0, 0, 0])
-        warp *= 2
+    of_rows = (num_warps // num_shares).bit_length() - 1  # bits of a warp that say which rows of the weight it has
+    warps, share = [[0, 0, 0]] * of_rows, 1
+    while share < num_shares:
+        warps.append([share, 0, 0])
+        share *= 2
     lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [num_shares, 64, block_m])
 
@@ -493,9 +493,9 @@ def _tokens(x, PAIRS: gl.constexpr, MMA: gl.constexpr):  # type: ignore[no-untyp
         SHARES: gl.constexpr = x.shape[0]
         BLOCK_M: gl.constexpr = x.shape[2]
         even, odd = _halves(x)
-        # share, half of the columns, word of two, lane of four, pair's bit 1, half of a register, token, pair's bit 0
-        y = gl.join(even, odd).reshape((SHARES, 2, 2, 4, 2, 2, BLOCK_M, 2)).permute((0, 1, 7, 3, 2, 4, 5, 6))
-        x = gl.convert_layout(y.reshape((SHARES, 128, BLOCK_M)), gl.DotOperandLayout(1, MMA, 8))
+        # share, two pairs, half of a pair, token, pair of the two
+        y = gl.join(even, odd).reshape((SHARES, 32, 2, BLOCK_M, 2)).permute((0, 1, 4, 2, 3))
+        x = gl.convert_layout(_in_order(y.reshape((SHARES, 128, BLOCK_M))), gl.DotOperandLayout(1, MMA, 8))
     return x
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from agentspec.kernels.triton import four_bit_experts, four_bit_layers
 from agentspec.kernels.triton.experts_four_bit import four_bit_down_kernel, four_bit_gate_up_kernel
-from agentspec.kernels.triton.four_bit_layers import FourBitPlan
 from agentspec.kernels.triton.grouped_four_bit_hopper import BLOCKS_M, four_bit_prompt_kernel
 from agentspec.kernels.triton.linear_four_bit import four_bit_kernel
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, on_targets
@@ -94,14 +93,13 @@ def _experts(
     block_m: int,
     in_tiles: bool = False,
     shared: bool = True,
-    plan: FourBitPlan | None = None,
 ) -> CompileCase:
     """rows: of an expert's matrix. in_tiles: the visits are listed by expert. shared: the shared expert is among the
     routed."""
     is_down = kernel is four_bit_down_kernel
-    if plan is None and is_down:
+    if is_down:
         plan = four_bit_experts.down_plan(rows, depth, block_m, form)
-    elif plan is None:
+    else:
         plan = four_bit_experts.gate_up_plan(rows // 2, depth, block_m, form)
     types = {
         **dict.fromkeys(("h", "x"), "*bf16"),
@@ -122,7 +120,6 @@ def _experts(
         "BLOCK_M": plan.block_m,
         "AHEAD": plan.ahead,
         "SHARES": plan.shares,
-        "FAR": plan.far,
         "UNROLL": depth // 128 <= plan.shares * plan.ahead * four_bit_experts._MOST_STEPS,
         "WARPS": plan.warps,
     }
@@ -130,7 +127,7 @@ def _experts(
     product, listed = "down" if is_down else "gate_up", " listed" * in_tiles + " alone" * (not shared)
     return CompileCase(
         name=f"four_bit experts {product} {form} {rows} x {depth} M={block_m}{listed} "
-        f"{plan.block_o}/{plan.shares}/{plan.warps}/{plan.ahead}{f'/{plan.far}' if plan.far else ''}",
+        f"{plan.block_o}/{plan.shares}/{plan.warps}/{plan.ahead}",
         kernel=kernel,
         signature={name: types.get(name, "i32") for name in names},
         constexprs=constexprs,
@@ -213,22 +210,6 @@ CASES = [
     *(_experts(form, four_bit_gate_up_kernel, 1024, 4096, block_m=8) for form in _FORMATS),
     *(_experts(form, four_bit_down_kernel, 4096, 512, block_m=8) for form in _FORMATS),
     _experts("int4", four_bit_gate_up_kernel, 2048, 4096, block_m=8),
-    _experts(
-        "int4",
-        four_bit_gate_up_kernel,
-        1024,
-        4096,
-        block_m=8,
-        plan=FourBitPlan(block_o=64, block_m=8, ahead=2, warps=4, shares=1, far=14),
-    ),
-    _experts(
-        "int4",
-        four_bit_down_kernel,
-        4096,
-        1024,
-        block_m=8,
-        plan=FourBitPlan(block_o=64, block_m=8, ahead=2, warps=4, shares=1, far=6),
-    ),
     _experts("int4", four_bit_down_kernel, 4096, 1024, block_m=8),
     *(
         case
