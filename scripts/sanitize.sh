@@ -67,14 +67,14 @@ fi
 if [[ "$only" != exchanges ]]; then
     program=tests.gpu.sanitized_steps
     if [[ "${#parts[@]}" -eq 0 ]]; then
-        parts=(plain large-heads experts four-bit four-bit-experts four-bit-prompts)
+        parts=(plain large-heads experts four-bit four-bit-experts four-bit-prompts gated-prompts)
     fi
     for how in "" --eager; do
         "$python" -m "$program" $how "${parts[@]}"
     done
     for part in "${parts[@]}"; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "memcheck of eager steps, $part" memcheck "$program" --eager "$part"
-        if [[ "$part" != four-bit-prompts ]]; then
+        if [[ "$part" != *-prompts ]]; then
             watch "memcheck of graphs, $part" memcheck "$program" "$part"
         fi
         if [[ "$part" != large-heads ]]; then

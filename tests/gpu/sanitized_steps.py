@@ -14,6 +14,7 @@ experts           experts in 8 bits in both dtypes, plain ones in bfloat16 with 
 four-bit          a dense model with 4-bit weights
 four-bit-experts  experts with 4-bit weights
 four-bit-prompts  no steps: the products of a short prompt with 4-bit weights, which these models are too narrow for
+gated-prompts     no steps: gate and up of a long prompt with SwiGLU, likewise
 
 Uses CUDA graphs unless --eager. There are few steps, because a checker slows each instruction ten to fifty times.
 """
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton import swiglu_hopper
 from agentspec.kernels.triton.four_bit_layers import FEW_TOKENS, decoded_product, takes_decoded
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
@@ -153,6 +155,18 @@ def check_short_prompt_products(device: torch.device) -> None:
             assert relative_error(decoded_product(x, weight, is_swiglu=True), silu(gate) * up) < 0.02
 
 
+@torch.inference_mode()
+def check_gated_products(device: torch.device) -> None:
+    """Compare those of a long prompt with float64. With tokens and programs that leave some without work, and others
+    with several pieces of it."""
+    for num_tokens, width, depth, programs in ((300, 384, 320, 5), (129, 128, 64, None), (1, 256, 128, 1)):
+        generator = torch.Generator(device).manual_seed(num_tokens)
+        x = torch.randn(num_tokens, depth, generator=generator, device=device).bfloat16()
+        weight = (torch.randn(2 * width, depth, generator=generator, device=device) * depth**-0.5).bfloat16()
+        gate, up = (x.double() @ weight.double().t()).chunk(2, -1)
+        assert relative_error(swiglu_hopper.product(x, weight, programs), silu(gate) * up) < 0.02
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized_steps")
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of replaying graphs")
@@ -210,6 +224,11 @@ def _four_bit_prompts(folder: Path, device: torch.device, graphs: bool) -> tuple
     return [], []
 
 
+def _gated_prompts(folder: Path, device: torch.device, graphs: bool) -> tuple[Tokens, Tokens]:
+    check_gated_products(device)
+    return [], []
+
+
 PARTS: dict[str, Callable[[Path, torch.device, bool], tuple[Tokens, Tokens]]] = {
     "plain": _plain,
     "large-heads": _large_heads,
@@ -217,6 +236,7 @@ PARTS: dict[str, Callable[[Path, torch.device, bool], tuple[Tokens, Tokens]]] = 
     "four-bit": _four_bit,
     "four-bit-experts": partial(_four_bit, family="moe"),
     "four-bit-prompts": _four_bit_prompts,
+    "gated-prompts": _gated_prompts,
 }
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
+from agentspec.kernels.triton import swiglu_hopper
 from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
 from agentspec.kernels.triton.fp8_activations import ScaledTokens
 from agentspec.kernels.triton.fp8_ffn import gate_tokens, norm_tokens
@@ -85,11 +86,19 @@ def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     if takes_decoded(gate_up_2IH, x_NH):
         return decoded_product(_normed(x_NH, norm), gate_up_2IH, is_swiglu=True)
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
-    return (
-        swiglu(library_product(_normed(x_NH, norm), gate_up_2IH))
-        if plan is None
-        else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
-    )
+    if plan is not None:
+        return launch_swiglu(plan, x_NH, norm, gate_up_2IH)
+    return _gated_product(_normed(x_NH, norm), gate_up_2IH)
+
+
+def _gated_product(x_NH: Tensor, gate_up_2IH: Weight) -> Tensor:
+    """silu(gate) * up of many tokens, [N, I]: one launch where that takes less time."""
+    (num_tokens, depth), width = x_NH.shape, gate_up_2IH.shape[0] // 2
+    if isinstance(gate_up_2IH, Plain | FourBitTiles) and swiglu_hopper.is_faster(
+        num_tokens, width, depth, x_NH.dtype, x_NH.device
+    ):
+        return swiglu_hopper.product(x_NH.contiguous(), _in_dtype(gate_up_2IH, x_NH.dtype))
+    return swiglu(library_product(x_NH, gate_up_2IH))
 
 
 def _normed(x_NH: Tensor, norm: Norm | None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Runs linear_hopper.py, a Gluon kernel whose warp groups have programs of their own, in Triton's interpreter.
+"""Runs linear_hopper.py and swiglu_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's
+interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
-arrivals and bytes as on a GPU. A copy lands when its barrier is waited for; until then its buffer can't be read. A
-buffer that a product in flight reads can't be overwritten. Programs run in any given order, which decides who arrives
-last.
+arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
+what it writes can't be read. A buffer that a product or a copy in flight reads can't be overwritten. Programs run in
+any given order, which decides who arrives last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,21 +21,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-from agentspec.kernels.triton import linear_hopper
+from agentspec.kernels.triton import linear_hopper, swiglu_hopper
 from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Ring
 
 
 class WarpGroups:
-    """linear_hopper.py under the interpreter. seed: of the order in which groups run; order: of programs, by place."""
+    """A module under the interpreter. seed: of the order in which groups run; order: of programs, by place."""
 
-    def __init__(self, seed: int = 0, order: Callable[[int, int], int] | None = None) -> None:
+    def __init__(
+        self, module: ModuleType, kernel: str, seed: int = 0, order: Callable[[int, int], int] | None = None
+    ) -> None:
         self._random = random.Random(seed)
         self._order = order
         self._groups: dict[int, _Group] = {}
-        self.prefetched: list[tuple[int, int]] = []
-        """(address, bytes)."""
-        names = _interpreted(
-            linear_hopper,
+        self.names = _interpreted(
+            module,
             self._allocate,
             mbarrier=SimpleNamespace(
                 init=self._init,
@@ -43,24 +44,18 @@ class WarpGroups:
                 arrive=self._arrive,
                 MBarrierLayout=lambda: "barrier",
             ),
-            tma=SimpleNamespace(async_load=self._copy),
+            tma=SimpleNamespace(async_load=self._copy, async_store=self._copy_out, store_wait=self._wait_stores),
+            fence_async_shared=self._fence,
             warpgroup_mma=self._product,
             warpgroup_mma_wait=self._wait_products,
             TensorDescriptor=None,
         )
-        language = names["gl"]
+        language = self.names["gl"]
         language.warp_specialize = self._run_groups
         language.program_id = self._program_id
         language.uint16, language.bfloat16 = tl.uint16, tl.bfloat16
-        names["_barrier"] = lambda: None
-        names["_prefetch"] = self._prefetch
-        names["_decoded"] = lambda pairs, _: _float(pairs.handle.data)
-        names["_view"] = lambda buffer, *_: _View(buffer)
-        names["_blocks_of"] = _Blocks
-        names["product_kernel"] = _Kernel(names["product_kernel"])
-        names["_decoded_words"] = _words
-        self.launch_product = names["launch_product"]
-        self.launch_four_bit = names["launch_four_bit"]
+        self.names["_barrier"] = lambda: None
+        self.names[kernel] = _Kernel(self.names[kernel])
 
     def _program_id(self, axis: int) -> Any:
         place = tl.program_id(axis)
@@ -70,7 +65,8 @@ class WarpGroups:
         return place * 0 + self._order(int(_number(place)), count)
 
     def _allocate(self, dtype: Any, shape: list[int], layout: object) -> _Ring:
-        return _Buffers([_Barrier() if layout == "barrier" else _Buffer() for _ in range(shape[0])])
+        sizes = [int(_number(size)) for size in shape]
+        return _Buffers([_Barrier() if layout == "barrier" else _Buffer(self, sizes[1:]) for _ in range(sizes[0])])
 
     def _run_groups(self, groups: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(groups) - 1
@@ -81,7 +77,8 @@ class WarpGroups:
         self._switch(None)
         for member in members:
             member.thread.join()
-        for member in members:
+        # A group that has failed leaves the others waiting.
+        for member in sorted(members, key=lambda member: member.is_stopped):
             if member.error is not None:
                 raise member.error
 
@@ -115,9 +112,9 @@ class WarpGroups:
         barrier.bytes += num_bytes
         barrier.arrive()
 
-    def _arrive(self, barrier: _Barrier, count: int) -> None:
+    def _arrive(self, barrier: _Barrier, count: int, pred: Any = True) -> None:
         group = self._current()
-        for _ in range(count):
+        for _ in range(count if bool(_number(pred)) else 0):
             barrier.arrive()
         self._switch(group)
 
@@ -133,27 +130,35 @@ class WarpGroups:
         assert has_passed()
         group.is_able = lambda: True
 
-    def _prefetch(self, addresses: Any, sizes: Any) -> None:
-        for address, size in zip(addresses.handle.data.ravel(), sizes.handle.data.ravel(), strict=True):
-            assert size > 0
-            assert not address % 16
-            assert not size % 16
-            self.prefetched.append((int(address), int(size)))
-
-    def _copy(self, blocks: _Blocks, place: list[Any], barrier: _Barrier, buffer: _Buffer) -> None:
-        assert buffer.num_readers == 0, "a copy to a buffer that still has readers"
-        buffer.data = None
+    def _copy(self, blocks: _Blocks, place: list[Any], barrier: _Barrier, buffer: _Buffer | _Slice) -> None:
+        assert buffer.whole().num_readers == 0, "a copy to a buffer that still has readers"
+        buffer.clear()
         barrier.copies.append((buffer, *blocks.block(*(int(_number(x)) for x in place))))
+
+    def _fence(self) -> None:
+        self._current().has_fence = True
+
+    def _copy_out(self, blocks: _Blocks, place: list[Any], buffer: _Buffer) -> None:
+        group = self._current()
+        assert group.has_fence, "a copy of a buffer whose values are not yet visible to it"
+        buffer.num_readers += 1
+        group.stores.append((buffer, blocks, [int(_number(x)) for x in place]))
+
+    def _wait_stores(self, num_outstanding: int) -> None:
+        group = self._current()
+        while len(group.stores) > num_outstanding:
+            buffer, blocks, place = group.stores.pop(0)
+            blocks.store(buffer.values(), *place)
+            buffer.num_readers -= 1
 
     def _product(self, a: Any, b: Any, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
         assert is_async
-        left = a.values() if isinstance(a, _View) else a.handle.data
-        buffer = b.whole()
-        right = b.values()
-        value = left.astype(np.float64) @ right.astype(np.float64)
+        is_shared = isinstance(a, _Part)
+        left = a.values() if is_shared else a.handle.data
+        value = left.astype(np.float64) @ b.values().astype(np.float64)
         before = sums.value if isinstance(sums, _Product) else sums.handle.data
-        product = _Product((value + before if use_acc else value).astype(np.float32), buffer)
-        buffer.num_readers += 1
+        buffers = [b.whole(), a.whole()] if is_shared else [b.whole()]
+        product = _Product((value + before if use_acc else value).astype(np.float32), buffers)
         self._current().under_way.append(product)
         return product
 
@@ -162,8 +167,41 @@ class WarpGroups:
         while len(under_way) > num_outstanding:
             under_way.pop(0).end()
         (product,) = deps
-        assert product.is_done, "use of a product before it was waited for"
-        return _tensor(product.value)
+        return _tensor(product.value) if product.is_done else product
+
+
+class LinearGroups(WarpGroups):
+    """linear_hopper.py."""
+
+    def __init__(self, seed: int = 0, order: Callable[[int, int], int] | None = None) -> None:
+        super().__init__(linear_hopper, "product_kernel", seed, order)
+        self.prefetched: list[tuple[int, int]] = []
+        """(address, bytes)."""
+        self.names.update(
+            _prefetch=self._prefetch,
+            _decoded=lambda pairs, _: _float(pairs.handle.data),
+            _view=lambda buffer, *_: _View(buffer),
+            _blocks_of=_linear_blocks,
+            _decoded_words=_words,
+        )
+        self.launch_product = self.names["launch_product"]
+        self.launch_four_bit = self.names["launch_four_bit"]
+
+    def _prefetch(self, addresses: Any, sizes: Any) -> None:
+        for address, size in zip(addresses.handle.data.ravel(), sizes.handle.data.ravel(), strict=True):
+            assert size > 0
+            assert not address % 16
+            assert not size % 16
+            self.prefetched.append((int(address), int(size)))
+
+
+class SwigluGroups(WarpGroups):
+    """swiglu_hopper.py. module: a changed one."""
+
+    def __init__(self, seed: int = 0, module: ModuleType = swiglu_hopper) -> None:
+        super().__init__(module, "swiglu_kernel", seed)
+        self.names["_blocks_of"] = _swiglu_blocks
+        self.product = self.names["product"]
 
 
 class _Group:
@@ -174,6 +212,9 @@ class _Group:
         self.is_done = self.is_stopped = False
         self.error: BaseException | None = None
         self.under_way: list[_Product] = []
+        self.stores: list[tuple[_Buffer, _Blocks, list[int]]] = []
+        self.has_fence = False
+        """Since its last store to shared memory."""
 
     def start(self, machine: WarpGroups) -> None:
         is_registered = threading.Event()
@@ -184,6 +225,7 @@ class _Group:
             try:
                 self.sleep()
                 self.function(*self.arguments)
+                assert not self.stores, "a copy of shared memory that was not waited for"
             except BaseException as error:
                 self.error = self.error or error
             self.is_done = True
@@ -202,7 +244,7 @@ class _Group:
 class _Barrier:
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phase = 0
-        self.copies: list[tuple[_Buffer, Any, int]] = []
+        self.copies: list[tuple[_Buffer | _Slice, Any, int]] = []
 
     def arrive(self) -> None:
         assert self.left > 0, "more arrivals than a phase has"
@@ -211,7 +253,7 @@ class _Barrier:
 
     def land(self) -> None:
         for buffer, block, size in self.copies:
-            buffer.data = block
+            buffer.fill(block)
             self.bytes -= size
         self.copies.clear()
         self._advance()
@@ -227,24 +269,40 @@ class _Buffers(_Ring):
 
 
 class _Buffer:
-    def __init__(self) -> None:
-        self.data: Any = None
+    """Shared memory, or some of it (`_Part`)."""
+
+    def __init__(self, machine: WarpGroups, shape: list[int]) -> None:
+        self._machine = machine
+        self._data: Any = None
+        self._is_here = np.zeros(shape, bool)
         self.num_readers = 0
 
     def whole(self) -> _Buffer:
         return self
 
     def values(self) -> Any:
-        assert self.data is not None, "a read of a buffer before its copy has landed"
-        return self.data
+        assert self._is_here.all(), "a read of a buffer before its copy has landed"
+        return self._data
 
     def load(self, layout: object) -> Any:
         return _tensor(self.values().copy())
 
-    def slice(self, first: int, count: int, axis: int) -> _Part:
-        return _Part(
-            self, lambda x: x[tuple(slice(first, first + count) if i == axis else slice(None) for i in (0, 1))]
-        )
+    def store(self, value: Any) -> None:
+        assert self.num_readers == 0, "a store to a buffer that still has readers"
+        self._machine._current().has_fence = False
+        self.fill(value.handle.data)
+
+    def clear(self, part: Any = ...) -> None:
+        self._is_here[part] = False
+
+    def fill(self, block: Any, part: Any = ...) -> None:
+        if self._data is None:
+            self._data = np.zeros(self._is_here.shape, block.dtype)
+        self._data[part] = block
+        self._is_here[part] = True
+
+    def slice(self, first: int, count: int, axis: int = 0) -> _Part:
+        return _Slice(self, tuple(slice(first, first + count) if i == axis else slice(None) for i in (0, 1)))
 
     def permute(self, order: tuple[int, int]) -> _Part:
         return _Part(self, lambda x: x.transpose(order))
@@ -267,6 +325,18 @@ class _Part:
         return _Part(self, lambda x: x.transpose(order))
 
 
+class _Slice(_Part):
+    def __init__(self, buffer: _Buffer, part: tuple[slice, ...]) -> None:
+        super().__init__(buffer, lambda x: x[part])
+        self._part = part
+
+    def clear(self) -> None:
+        self.whole().clear(self._part)
+
+    def fill(self, block: Any) -> None:
+        self.whole().fill(block, self._part)
+
+
 class _View(_Part):
     """16-bit floats, of which the buffer has the bits."""
 
@@ -275,36 +345,62 @@ class _View(_Part):
 
 
 class _Product:
-    """An asynchronous product in flight."""
+    """An asynchronous product in flight, which only another product may take."""
 
-    def __init__(self, value: Any, buffer: _Buffer) -> None:
-        self.value, self.buffer, self.is_done = value, buffer, False
+    def __init__(self, value: Any, reads: list[_Buffer]) -> None:
+        self.value, self.reads, self.is_done = value, reads, False
+        for buffer in reads:
+            buffer.num_readers += 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} of a product before it was waited for")
 
     def end(self) -> None:
         self.is_done = True
-        self.buffer.num_readers -= 1
+        for buffer in self.reads:
+            buffer.num_readers -= 1
 
 
 class _Blocks:
-    """A matrix as TMA sees it: linear_hopper._blocks_of. Rows past the end are zero."""
+    """A matrix as TMA sees it, in blocks. Rows past the end are read as zero and not written. item_bytes: of a value on
+    a GPU."""
 
     layout = "tile"
 
-    def __init__(self, values: Tensor, rows: int, dtype: Any) -> None:
-        self._is_tokens = dtype == tl.bfloat16
-        self._values = (values.float() if self._is_tokens else values).numpy()
-        self._size = (rows, 4, 32) if dtype == tl.int32 else (rows, 128 if self._is_tokens else 64)
+    def __init__(self, values: Tensor, size: tuple[int, ...], item_bytes: int) -> None:
+        self._values, self._size = values.numpy(), size
+        self.block_type = SimpleNamespace(nbytes=int(np.prod(size)) * item_bytes)
+        self.dtype = tl.float32
 
     def block(self, *place: int) -> tuple[Any, int]:
         """(values, bytes)."""
+        part = self._values[self._part(place)]
+        block = np.zeros(self._size, part.dtype)
+        block[: len(part)] = part
+        return block, self.block_type.nbytes
+
+    def store(self, block: Any, *place: int) -> None:
+        part = self._values[self._part(place)]
+        part[:] = block[: len(part)]
+
+    def _part(self, place: tuple[int, ...]) -> tuple[slice, ...]:
         assert len(place) == len(self._size)
         assert min(place) >= 0
         for first, size, most in list(zip(place, self._size, self._values.shape, strict=True))[1:]:
             assert first + size <= most
-        part = self._values[tuple(slice(first, first + size) for first, size in zip(place, self._size, strict=True))]
-        block = np.zeros(self._size, part.dtype)
-        block[: len(part)] = part
-        return block, block.size * (2 if self._is_tokens else block.itemsize)
+        return tuple(slice(first, first + size) for first, size in zip(place, self._size, strict=True))
+
+
+def _linear_blocks(values: Tensor, rows: int, dtype: Any) -> _Blocks:
+    """linear_hopper._blocks_of."""
+    if dtype == tl.bfloat16:
+        return _Blocks(values.float(), (rows, 128), 2)
+    return _Blocks(values, (rows, 4, 32) if dtype == tl.int32 else (rows, 64), values.itemsize)
+
+
+def _swiglu_blocks(values: Tensor, rows: int, columns: int) -> _Blocks:
+    """swiglu_hopper._blocks_of. values: float32."""
+    return _Blocks(values, (rows, columns), 2)
 
 
 def _float(pairs: Any) -> Any:

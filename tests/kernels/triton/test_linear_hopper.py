@@ -17,7 +17,7 @@ from agentspec.kernels.triton import linear_hopper, linear_layers
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters
 from agentspec.kernels.triton.linear_plans import MEASURED_FP8, Key, Plan, plan_for
 from agentspec.kernels.weights import FP8, BlockScaled
-from tests.kernels.triton.gluon_warp_groups import WarpGroups
+from tests.kernels.triton.gluon_warp_groups import LinearGroups
 
 on_hopper = pytest.mark.skipif(
     not INTERPRETED and torch.cuda.get_device_capability()[0] != 9, reason="Hopper's instructions"
@@ -79,7 +79,7 @@ ORDERS = (in_turn, backwards, shuffled(1))
 
 
 def run(plan: Plan, layer: Layer, order: Any = in_turn, seed: int = 0, **options: Any) -> Tensor:
-    launch = WarpGroups(seed, order).launch_product if INTERPRETED else linear_hopper.launch_product
+    launch = LinearGroups(seed, order).launch_product if INTERPRETED else linear_hopper.launch_product
     got: Tensor = launch(plan, layer.x, layer.weight, **options)
     counters = arrival_counters(layer.x.device)
     assert not counters.any(), f"{layer.note}: a counter of arrivals is not zero after a launch"
@@ -140,7 +140,7 @@ def test_pieces_change_no_bit(block_o: int, programs: int, device: torch.device)
 def test_pieces_are_all_of_the_weights(is_swiglu: bool, device: torch.device) -> None:
     layer = Layer(16, 512, 640, 6, device)
     for programs in PROGRAMS:
-        groups = WarpGroups()
+        groups = LinearGroups()
         groups.launch_product(plan(256, 16, programs, piece=4), layer.x, layer.weight, is_swiglu=is_swiglu)
         first = min(address for address, _ in groups.prefetched)
         wanted = torch.zeros(512 * 640, dtype=torch.bool)

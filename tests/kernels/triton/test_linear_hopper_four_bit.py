@@ -18,7 +18,7 @@ from agentspec.kernels.triton.four_bit_columns import in_order_of_words
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters
 from agentspec.kernels.triton.linear_plans import Plan
 from tests.kernels.test_four_bit_tiles import FORMS, random_weight
-from tests.kernels.triton.gluon_warp_groups import WarpGroups
+from tests.kernels.triton.gluon_warp_groups import LinearGroups
 from tests.kernels.triton.test_linear_hopper import DTYPE, ORDERS, PROGRAMS, SIZES, check, in_turn, on_hopper, plan
 
 pytestmark = on_hopper
@@ -43,7 +43,7 @@ class Layer:
 
 
 def run(plan: Plan, layer: Layer, order: Any = in_turn, seed: int = 0, **options: Any) -> Tensor:
-    launch = WarpGroups(seed, order).launch_four_bit if INTERPRETED else linear_hopper.launch_four_bit
+    launch = LinearGroups(seed, order).launch_four_bit if INTERPRETED else linear_hopper.launch_four_bit
     num_outputs = layer.weight.shape[0] // (1 + options.get("is_swiglu", False))
     out = torch.full((len(layer.x), num_outputs + 8), torch.nan, dtype=DTYPE, device=layer.x.device)
     launch(plan, layer.x, layer.weight, out, **options)
