@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="DIR", help="keep the replays' reports here")
     parser.add_argument("flags", nargs="*", help="for the server, behind --")
     options = parser.parse_args()
+    if options.json is not None:
+        options.json.mkdir(parents=True, exist_ok=True)  # before a server starts, in case it can't be made
     device: Device = "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
     print(f"checked: {check_cached_turns(device)}", flush=True)
     with served(options.model, options.flags) as url:
