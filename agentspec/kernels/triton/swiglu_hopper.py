@@ -74,7 +74,7 @@ def product(x_NK: Tensor, gate_up_2IK: Tensor, num_programs: int | None = None) 
     assert (width % OUTPUTS, depth % COLUMNS) == (0, 0), f"{gate_up_2IK.shape}"
     out_NI = torch.empty(num_tokens, width, dtype=x_NK.dtype, device=x_NK.device)
     if num_tokens:
-        swiglu_kernel[(num_programs or machine_of(x_NK.device).num_multiprocessors,)](
+        prompt_swiglu_kernel[(num_programs or machine_of(x_NK.device).num_multiprocessors,)](
             _blocks_of(out_NI, TOKENS // 2, OUTPUTS),
             _blocks_of(x_NK, TOKENS, COLUMNS),
             _blocks_of(gate_up_2IK, OUTPUTS, COLUMNS),
@@ -163,7 +163,7 @@ def _multiply(out, shared, num_tokens, width, depth, GROUP: gl.constexpr, TILES_
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def swiglu_kernel(  # type: ignore[no-untyped-def]
+def prompt_swiglu_kernel(  # type: ignore[no-untyped-def]
     out, x, weights, num_tokens, width, depth, TILES_M: gl.constexpr, REGISTERS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr
 ):  # fmt: skip

@@ -17,7 +17,7 @@ def _blocks(rows: int, columns: int) -> str:
 CASES = [
     CompileCase(
         name="swiglu for Hopper bf16",
-        kernel=swiglu_hopper.swiglu_kernel,
+        kernel=swiglu_hopper.prompt_swiglu_kernel,
         signature={
             "out": _blocks(64, 128),
             "x": _blocks(128, 64),

@@ -199,7 +199,7 @@ class SwigluGroups(WarpGroups):
     """swiglu_hopper.py. module: a changed one."""
 
     def __init__(self, seed: int = 0, module: ModuleType = swiglu_hopper) -> None:
-        super().__init__(module, "swiglu_kernel", seed)
+        super().__init__(module, "prompt_swiglu_kernel", seed)
         self.names["_blocks_of"] = _swiglu_blocks
         self.product = self.names["product"]
 
