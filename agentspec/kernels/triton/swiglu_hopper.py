@@ -42,7 +42,7 @@ _STAGES = gl.constexpr(4)
 _REGISTERS, _FETCH_REGISTERS = 232, 40
 """Of a thread that multiplies and of one that fetches."""
 _TILES_M = 16
-"""Of 128 tokens, that are multiplied with the same rows one after the other: both are then read from L2 but once."""
+"""Of 128 tokens, that are multiplied with the same rows one after the other: after the first time both come from L2."""
 _LEAST_SHARE = 0.9
 """Of the room of all programs' turns that outputs fill. With less, what the last turn and the last tokens leave idle
 costs as much as the SwiGLU's own launch. Measured on an H100 with the FFNs of a 4B and a 27B."""
