@@ -21,7 +21,6 @@ from agentspec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.models.hf_config import load_text_config, parse_text_config
 from agentspec.models.outline import parameters_of
-from agentspec.models.quantised.names import canonical_module, expression, spellings
 from agentspec.models.quantization import Quantization
 from agentspec.models.registry import load_model, resolved_config, why_cpu_only
 from agentspec.models.shards import Rank
@@ -267,17 +266,6 @@ def test_a_stack_of_experts_may_be_listed_as_one() -> None:
     assert config.scheme("model.layers.0.mlp.experts.3.up_proj") is not None
     assert config.scheme("model.layers.1.mlp.experts.3.up_proj") is None
     assert config.scheme("model.layers.0.mlp.shared_expert.up_proj") is None
-
-
-def test_spellings_lead_to_one_name() -> None:
-    for module in ("model.layers.0.mlp.up_proj", "lm_head"):
-        assert {canonical_module(name) for name in spellings(module)} == {module}
-    assert spellings("mtp.layers.0.mlp.up_proj")[0] == canonical_module("mtp.layers.0.mlp.up_proj")
-
-
-def test_long_expressions_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="has more than 1000 letters"):
-        expression("a" * 1001, "config.json")
 
 
 def test_inputs_in_4_bits_are_said() -> None:

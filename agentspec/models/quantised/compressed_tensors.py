@@ -10,7 +10,8 @@ For a matrix of N rows and K columns in groups of g, with nibble j of a word in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,14 +20,15 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError, cut_repr
 from agentspec.models.quantised.names import (
+    alternatives,
     canonical_module,
-    expression,
     mapping,
     matches,
     name_list,
     refuse,
     refuse_unknown,
     require,
+    spellings,
 )
 from agentspec.models.quantised.schemes import (
     FLOATS,
@@ -135,15 +137,15 @@ class Group:
     scheme: Scheme
     names: frozenset[str]
     """Modules by canonical name."""
-    expressions: tuple[str, ...]
+    expressions: tuple[re.Pattern[str], ...]
     has_class: bool
     """Whether it is of all linear modules."""
 
-    def tier(self, module: str, where: str) -> int | None:
+    def tier(self, module: str, spelled: Sequence[str]) -> int | None:
         """How exactly the group names a module: by its name (0), an expression (1) or its class (2)."""
         if module in self.names:
             return 0
-        if any(matches(pattern, module, where) for pattern in self.expressions):
+        if matches(self.expressions, spelled):
             return 1
         return 2 if self.has_class else None
 
@@ -157,7 +159,7 @@ class CompressedTensors:
     where: str
     groups: tuple[Group, ...]
     ignored: frozenset[str]
-    ignored_expressions: tuple[str, ...]
+    ignored_expressions: tuple[re.Pattern[str], ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -165,9 +167,10 @@ class CompressedTensors:
         return max(group.scheme.column_block for group in self.groups)
 
     def scheme(self, module: str) -> Scheme | None:
-        if module in self.ignored or any(matches(one, module, self.where) for one in self.ignored_expressions):
+        spelled = spellings(module)
+        if module in self.ignored or matches(self.ignored_expressions, spelled):
             return None
-        tiers = [(tier, group.scheme) for group in self.groups if (tier := group.tier(module, self.where)) is not None]
+        tiers = [(tier, group.scheme) for group in self.groups if (tier := group.tier(module, spelled)) is not None]
         if not tiers:
             return None
         best = min(tier for tier, _ in tiers)
@@ -227,11 +230,8 @@ def _group(targets: list[str], scheme: Scheme, where: str) -> Group:
     )
 
 
-def _expressions(names: list[str], where: str) -> tuple[str, ...]:
-    found = tuple(name.removeprefix(_EXPRESSION) for name in names if name.startswith(_EXPRESSION))
-    for pattern in found:
-        expression(pattern, where)
-    return found
+def _expressions(names: list[str], where: str) -> tuple[re.Pattern[str], ...]:
+    return alternatives((name.removeprefix(_EXPRESSION) for name in names if name.startswith(_EXPRESSION)), where)
 
 
 def _scheme(raw: Mapping[str, Any], where: str, form: object) -> tuple[Scheme, str | None]:

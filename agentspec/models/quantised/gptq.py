@@ -7,6 +7,7 @@ of rows 8 c + j, less 1 in the first version of the format; `scales` [K / g, N].
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
-from agentspec.models.quantised.names import mapping, matches, refuse, refuse_unknown, require
+from agentspec.models.quantised.names import expression, mapping, matches, refuse, refuse_unknown, require, spellings
 from agentspec.models.quantised.schemes import (
     FLOATS,
     WORD,
@@ -137,9 +138,8 @@ class Gptq:
     is_official: ClassVar[bool] = False
     notes: ClassVar[tuple[str, ...]] = ()
 
-    where: str
     default: GptqInt4
-    dynamic: tuple[tuple[str, GptqInt4 | None], ...]
+    dynamic: tuple[tuple[re.Pattern[str], GptqInt4 | None], ...]
     """(expression, scheme) in the config's order; the first expression that matches a module's name decides."""
     has_head: bool
 
@@ -151,8 +151,9 @@ class Gptq:
     def scheme(self, module: str) -> Scheme | None:
         if module == "lm_head" and not self.has_head:
             return None
+        spelled = spellings(module)
         for pattern, scheme in self.dynamic:
-            if matches(pattern, module, self.where):
+            if matches((pattern,), spelled):
                 return scheme
         return self.default
 
@@ -165,18 +166,19 @@ def parse(quantization: Mapping[str, Any], where: str) -> Gptq:
     version = require(quantization, where, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     fields = {name: quantization.get(name) for name in _PER_MODULE}
     default = _scheme(fields, where, version)
-    dynamic: list[tuple[str, GptqInt4 | None]] = []
+    dynamic: list[tuple[re.Pattern[str], GptqInt4 | None]] = []
     for key, changes in mapping(quantization, where, "dynamic").items():
         here = f"{where}: dynamic[{key!r}]"
         if key.startswith("-:"):
-            dynamic.append((key.removeprefix("-:"), None))
+            dynamic.append((expression(key.removeprefix("-:"), where), None))
             continue
         if changes is not None and not isinstance(changes, Mapping):
             raise CheckpointError(f"{here} must be an object")
         refuse_unknown(changes or {}, here, _KNOWN)
-        dynamic.append((key.removeprefix("+:"), _scheme(fields | dict(changes or {}), here, version)))
+        dynamic.append(
+            (expression(key.removeprefix("+:"), where), _scheme(fields | dict(changes or {}), here, version))
+        )
     return Gptq(
-        where=where,
         default=default,
         dynamic=tuple(dynamic),
         has_head=require(quantization, where, "lm_head", (False, True), False),

@@ -16,6 +16,8 @@ _ROOTS = ("model.language_model.", "language_model.model.")
 _EXPERT_STACK = re.compile(r"(.*\.mlp\.experts)\.\d+\.\w+")
 _MOST_LETTERS = 1000
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
+_NEEDS_ITS_OWN = re.compile(r"\(\?(?!:|=|!|<=|<!)|\\\d")
+"""Flags, and names and numbers of groups: among other expressions they would mean something else."""
 
 
 def canonical_module(name: str) -> str:
@@ -31,7 +33,7 @@ def spellings(module: str) -> tuple[str, ...]:
     rest = module.removeprefix("model.")
     if rest == module:
         return (module, f"language_model.{module}")
-    return (module, *(root + rest for root in _ROOTS))
+    return (module, _ROOTS[0] + rest, _ROOTS[1] + rest)
 
 
 def expert_stack(module: str) -> str | None:
@@ -54,10 +56,18 @@ def expression(pattern: str, where: str) -> re.Pattern[str]:
         raise CheckpointError(f"{where}: {cut_repr(pattern)} is no regular expression: {error}") from None
 
 
-def matches(pattern: str, module: str, where: str) -> bool:
-    """Whether an expression matches the beginning of any spelling of the module."""
-    compiled = expression(pattern, where)
-    return any(compiled.match(name) for name in spellings(module))
+def alternatives(patterns: Iterable[str], where: str) -> tuple[re.Pattern[str], ...]:
+    """Expressions that match where one of the given ones does: as few as possible, because a mixture has some 100,000
+    modules. Raises as `expression` does."""
+    compiled = {pattern: expression(pattern, where) for pattern in patterns}
+    alone = [one for pattern, one in compiled.items() if _NEEDS_ITS_OWN.search(pattern)]
+    together = "|".join(f"(?:{pattern})" for pattern in compiled if not _NEEDS_ITS_OWN.search(pattern))
+    return (re.compile(together), *alone) if together else tuple(alone)
+
+
+def matches(expressions: Iterable[re.Pattern[str]], names: Iterable[str]) -> bool:
+    """Whether an expression matches the beginning of a name."""
+    return any(one.match(name) for one in expressions for name in names)
 
 
 def refuse(where: str, name: str, value: object, allowed: Iterable[object] = ()) -> UnsupportedModelError:
