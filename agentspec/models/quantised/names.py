@@ -59,10 +59,14 @@ def expression(pattern: str, where: str) -> re.Pattern[str]:
 def alternatives(patterns: Iterable[str], where: str) -> tuple[re.Pattern[str], ...]:
     """Expressions that match where one of the given ones does: as few as possible, because a mixture has some 100,000
     modules. Raises as `expression` does."""
-    compiled = {pattern: expression(pattern, where) for pattern in patterns}
-    alone = [one for pattern, one in compiled.items() if _NEEDS_ITS_OWN.search(pattern)]
-    together = "|".join(f"(?:{pattern})" for pattern in compiled if not _NEEDS_ITS_OWN.search(pattern))
-    return (re.compile(together), *alone) if together else tuple(alone)
+    alone, together = [], []
+    for pattern in patterns:
+        compiled = expression(pattern, where)
+        if _NEEDS_ITS_OWN.search(pattern):
+            alone.append(compiled)
+        else:
+            together.append(f"(?:{pattern})")
+    return (re.compile("|".join(together)), *alone) if together else tuple(alone)
 
 
 def matches(expressions: Iterable[re.Pattern[str]], names: Iterable[str]) -> bool:
