@@ -104,7 +104,7 @@ class Model:
             for name, size in sizes.items()
         }
         if not self.fp8 or self.has_rest:
-            found["mtp fc"] = Shape("linear", self.hidden, 2 * self.hidden)
+            found["mtp fc"] = Shape("linear", self.hidden, 2 * self.hidden // self.ranks)
         return found
 
     def _heads(self) -> dict[str, Shape]:

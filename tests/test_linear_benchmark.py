@@ -173,7 +173,7 @@ def test_the_shapes_of_ranks_are_those_that_an_engine_asks_for(tmp_path: Path) -
     # Of the others the layers in 16 bits are those of another entry, or of none.
     for name in names[:2]:
         hidden = MODELS[name].hidden
-        rest = {("linear", hidden, 2 * hidden, "plain"), ("logits", 124_160, hidden, "plain")}
+        rest = {("linear", hidden, hidden, "plain"), ("logits", 124_160, hidden, "plain")}
         assert keys(f"{name}, 2 ranks") | rest == asked[name], name
 
 

@@ -127,10 +127,12 @@ class Backend(Protocol):
         """silu(gate) * up of the normed input, [N, I] in x's dtype. gate_up holds the rows of gate, then those of
         up. norm: as of `norm_linear`."""
 
-    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
-        """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the
-        result. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
-        (group.py)."""
+    def add_linear(
+        self, residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None
+    ) -> Tensor:
+        """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the result; None: zeros
+        of x's dtype. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the
+        sum (group.py)."""
 
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None

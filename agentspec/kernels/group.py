@@ -31,12 +31,12 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def add_partial(
-        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+        self, residual_NH: Tensor | None, partial_NH: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor | None]:
         """residual + the sum of all ranks' partial sums, in float32 in the order of ranks and rounded once: the same
         bits on every rank. Beside it the result's `next_norm`, where the group computes that in the same launch.
 
-        The residual, which all ranks have alike, is overwritten."""
+        The residual, which all ranks have alike, is overwritten. None: zeros of the partial sums' dtype."""
 
     def gather_columns(self, part_NC: Tensor) -> Tensor:
         """All ranks' columns side by side in the order of ranks: [N, size * C]. part_NC: float32 (here any dtype).
@@ -70,9 +70,11 @@ class GatheredGroup:
         self.rank, self.size = process_group.rank(), process_group.size()
 
     def add_partial(
-        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+        self, residual_NH: Tensor | None, partial_NH: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor | None]:
         parts = self._gather(partial_NH.float())
+        if residual_NH is None:
+            residual_NH = torch.zeros_like(partial_NH)
         residual_NH.copy_(residual_NH.float() + sum(parts[1:], parts[0]))
         return residual_NH, None if next_norm is None else reference.rms_norm(residual_NH, next_norm)
 
@@ -126,7 +128,9 @@ class _Grouped:
     def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
         return self._ops.norm_swiglu(*self._normed_of(x_NH, norm), gate_up_2IH)
 
-    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+    def add_linear(
+        self, residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None
+    ) -> Tensor:
         return self._add_partial(residual_NH, self._ops.linear(x_NO, weight_HO), next_norm)
 
     def add_ffn(
@@ -157,7 +161,7 @@ class _Grouped:
             return x, norm
         return normed.normed_NH, None
 
-    def _add_partial(self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None) -> Tensor:
+    def _add_partial(self, residual_NH: Tensor | None, partial_NH: Tensor, next_norm: Norm | None) -> Tensor:
         x_NH, normed_NH = self._group.add_partial(residual_NH, partial_NH, next_norm)
         self._normed = None if normed_NH is None or next_norm is None else _Normed(x_NH, next_norm, normed_NH)
         return x_NH

@@ -63,12 +63,17 @@ class MtpHead:
         rope: kernels.RopeTable,
         *,
         fp8_pages: bool,
+        rank: int,
     ) -> None:
         self._ops = ops
         eps = config.rms_norm_eps
         self.embedding_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_embedding.weight"), eps=eps)
         self.hidden_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_hidden.weight"), eps=eps)
         self.fc = parameters.take("fc.weight")
+        """All columns, or this rank's equal part of them."""
+        num_columns = self.fc.shape[1]
+        self._columns = slice(rank * num_columns, (rank + 1) * num_columns)
+        self._is_split = num_columns < 2 * config.hidden_size
         layer = parameters.under("layers.0.")
         attention = layer.under("self_attn.")
         self.attention = GatedAttention(config, ops, attention, rope, first_position=1, fp8_pages=fp8_pages)
@@ -77,9 +82,10 @@ class MtpHead:
 
     def join(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor) -> Tensor:
         """The layer's input for each pair; the embedding comes first."""
-        return self._ops.linear(
-            self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm), self.fc
-        )
+        pairs_NK = self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm)
+        if not self._is_split:
+            return self._ops.linear(pairs_NK, self.fc)
+        return self._ops.add_linear(None, pairs_NK[:, self._columns], self.fc, self.layer.input_norm)
 
 
 class HybridModel(ABC):
@@ -123,7 +129,8 @@ class HybridModel(ABC):
         """This rank's rows of the target head."""
         self._mtp = None
         if config.has_mtp:
-            self._mtp = MtpHead(config, ops, scope.under("mtp."), rope, fp8_pages=fp8_pages)
+            rank = 0 if group is None else group.rank
+            self._mtp = MtpHead(config, ops, scope.under("mtp."), rope, fp8_pages=fp8_pages, rank=rank)
         self._pools: StatePools | None = None
         self._draft_head_OH: kernels.Weight | None = None
         self._draft_ids_O: Tensor | None = None

@@ -29,6 +29,7 @@ from agentspec.models.shards import (
     shard_shape,
     split_region,
     width_shard,
+    width_units,
 )
 
 HEAD = "lm_head.weight"
@@ -73,7 +74,7 @@ def parameter_forms(config: TextConfig, num_ranks: int = 1) -> Parameters:
     if not config.tied:
         found[HEAD] = _rows(hidden, (config.vocab_size, 1), what="rows")
     if config.has_mtp:
-        found["mtp.fc.weight"] = Parameter((hidden, 2 * hidden))
+        found["mtp.fc.weight"] = _pair_projection(config, num_ranks)
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             found[f"mtp.{name}.weight"] = Parameter((hidden,))
         found |= _layer(config, "mtp.layers.0.", num_ranks, linear=False)
@@ -90,6 +91,13 @@ def _rows(
 def _columns(num_rows: int, num_heads: int, size: int) -> Parameter:
     """A matrix split by columns: products with a rank's part are partial sums."""
     return Parameter((num_rows, num_heads * size), Shard(1, ((num_heads, size),), "heads"))
+
+
+def _pair_projection(config: TextConfig, num_ranks: int) -> Parameter:
+    """Split by columns if they can be shared equally; else every rank has all."""
+    num_units, size = width_units(config, 2 * config.hidden_size)
+    shard = Shard(1, ((num_units, size),), "columns") if num_units % num_ranks == 0 else None
+    return Parameter((config.hidden_size, num_units * size), shard)
 
 
 def _layer(config: TextConfig, prefix: str, num_ranks: int, *, linear: bool) -> Parameters:

@@ -49,8 +49,9 @@ def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     return silu(gate_NI) * up_NI
 
 
-def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
-    return residual_NH + linear(x_NO, weight_HO)
+def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+    product_NH = linear(x_NO, weight_HO)
+    return product_NH if residual_NH is None else residual_NH + product_NH
 
 
 def add_ffn(

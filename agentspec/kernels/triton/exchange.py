@@ -105,20 +105,23 @@ class ExchangeGroup:
         self.memory.close()
 
     def add_partial(
-        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+        self, residual_NH: Tensor | None, partial_NH: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor | None]:
         """See kernels.Group. Both contiguous and 16-byte aligned; dtypes may differ: partial sums travel in theirs. The
         norm comes with sums in one shot only."""
+        is_fresh = residual_NH is None
+        if residual_NH is None:
+            residual_NH = torch.empty_like(partial_NH)
         assert residual_NH.shape == partial_NH.shape
         assert residual_NH.is_contiguous()
         assert partial_NH.is_contiguous()
         assert residual_NH.data_ptr() % 16 == partial_NH.data_ptr() % 16 == 0
         if self.layout.in_one_shot(residual_NH.shape, residual_NH.dtype, partial_NH.dtype):
-            return residual_NH, self._one_shot(residual_NH, partial_NH, next_norm)
+            return residual_NH, self._one_shot(residual_NH, partial_NH, next_norm, is_fresh=is_fresh)
         if self.size == 2:
-            self._paired(residual_NH, partial_NH)
+            self._paired(residual_NH, partial_NH, is_fresh=is_fresh)
         else:
-            self._two_shot(residual_NH, partial_NH)
+            self._two_shot(residual_NH, partial_NH, is_fresh=is_fresh)
         return residual_NH, None
 
     def winners(self, logits_NW: Tensor, ids: Tensor | int, vocab_size: int) -> Tensor:
@@ -209,8 +212,8 @@ class ExchangeGroup:
         )
         return out_NV
 
-    def _one_shot(self, residual_NH: Tensor, partial_NH: Tensor, norm: Norm | None) -> Tensor | None:
-        """The normed sum, if there is a norm."""
+    def _one_shot(self, residual_NH: Tensor, partial_NH: Tensor, norm: Norm | None, *, is_fresh: bool) -> Tensor | None:
+        """The normed sum, if there is a norm. is_fresh: the residual is zeros, whatever the tensor has."""
         num_rows, width = residual_NH.shape
         assert norm is None or norm.weight.dtype == residual_NH.dtype
         channel = self.layout.one_shot
@@ -228,6 +231,7 @@ class ExchangeGroup:
             self.rank,
             num_rows,
             DTYPE=DTYPES[partial_NH.dtype],
+            FRESH=is_fresh,
             H=width,
             BLOCK=block,
             **channel.places(),
@@ -236,7 +240,7 @@ class ExchangeGroup:
         )
         return normed_NH
 
-    def _two_shot(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
+    def _two_shot(self, residual_NH: Tensor, partial_NH: Tensor, *, is_fresh: bool) -> None:
         channel, num_elements = self.layout.two_shot, partial_NH.numel()
         size = max(partial_NH.element_size(), residual_NH.element_size())
         share = _share(num_elements, channel, channel.programs * self.size, size)
@@ -251,12 +255,13 @@ class ExchangeGroup:
             DTYPE=DTYPES[partial_NH.dtype],
             BYTES=partial_NH.element_size(),
             OUT_DTYPE=DTYPES[residual_NH.dtype],
+            FRESH=is_fresh,
             **channel.constants(),
             num_warps=8,
             **self._options,
         )
 
-    def _paired(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
+    def _paired(self, residual_NH: Tensor, partial_NH: Tensor, *, is_fresh: bool) -> None:
         channel, num_elements = self.layout.two_shot, partial_NH.numel()
         share = _share(num_elements, channel, channel.programs, partial_NH.element_size())
         _paired[(channel.programs,)](
@@ -268,6 +273,7 @@ class ExchangeGroup:
             share,
             triton.cdiv(num_elements, channel.programs * share),
             DTYPE=DTYPES[partial_NH.dtype],
+            FRESH=is_fresh,
             **channel.constants() | {"BLOCK": PAIRED_BLOCKS * channel.block},
             num_warps=16,
             **self._options,
@@ -407,6 +413,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,
     BYTES: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
+    FRESH: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     EPOCHS: tl.constexpr,
@@ -435,7 +442,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
             for start in range(0, share, BLOCK):
                 i = start + tl.arange(0, BLOCK)
                 mask = (i < share) & (mine + i < num_elements)
-                x = tl.load(residual + mine + i, mask=mask).to(tl.float32)
+                x = _base(residual + mine + i, mask, FRESH)
                 total = _sum_of_ranks(own, home, half, rank, p, i, mask, DTYPE, RANKS, PROGRAMS, SLOTS, REGION)
                 y = (x + total).to(OUT_DTYPE)
                 tl.store(residual + mine + i, y, mask=mask)
@@ -464,6 +471,7 @@ def _paired(  # type: ignore[no-untyped-def]
     share,
     num_rounds,
     DTYPE: tl.constexpr,
+    FRESH: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     EPOCHS: tl.constexpr,
@@ -494,13 +502,22 @@ def _paired(  # type: ignore[no-untyped-def]
                 for start in range(0, share, BLOCK):
                     i = start + tl.arange(0, BLOCK)
                     mask = (i < share) & (first + i < num_elements)
-                    x = tl.load(residual + first + i, mask=mask).to(tl.float32)
+                    x = _base(residual + first + i, mask, FRESH)
                     own = tl.load(partial + first + i, mask=mask).to(tl.float32)
                     other = tl.load(slot + i, mask=mask, volatile=True).to(tl.float32)
                     # Of two terms the order changes no bit.
                     tl.store(residual + first + i, (x + (own + other)).to(residual.dtype.element_ty), mask=mask)
             healthy &= aborted == 0
     end_exchange(home, p, epoch, aborted, EPOCHS)
+
+
+@triton.jit
+def _base(residual, mask, FRESH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [B]: what partial sums are added to."""
+    x = tl.zeros(mask.shape, tl.float32)
+    if not FRESH:
+        x = tl.load(residual, mask=mask).to(tl.float32)
+    return x
 
 
 @triton.jit

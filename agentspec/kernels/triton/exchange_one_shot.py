@@ -133,6 +133,7 @@ def one_shot_kernel(  # type: ignore[no-untyped-def]
     rank,
     num_rows,
     DTYPE: tl.constexpr,
+    FRESH: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -143,7 +144,7 @@ def one_shot_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """residual [N, H] += the sum of all ranks' partial [N, H]; normed [N, H]: its norm with `gain` [H], if not None.
-    All of DTYPE. BLOCK: quads, at least a row's."""
+    All of DTYPE. FRESH: the residual is zeros, whatever is there. BLOCK: quads, at least a row's."""
     QUADS: tl.constexpr = H * DTYPE.primitive_bitwidth // 64
     PLANE: tl.constexpr = REGION // 2
     i = tl.arange(0, BLOCK)
@@ -169,7 +170,9 @@ def one_shot_kernel(  # type: ignore[no-untyped-def]
     aborted = tl.zeros_like(epoch)
     for turn in range(mine):
         n = p + turn * PROGRAMS
-        x = tl.load(residual + n * QUADS + i, mask=is_real, other=0)
+        x = tl.zeros_like(i).to(tl.int64)
+        if not FRESH:
+            x = tl.load(residual + n * QUADS + i, mask=is_real, other=0)
         own = tl.load(partial + n * QUADS + i, mask=is_real, other=0)
         parts = ()
         for sender in tl.static_range(RANKS):

@@ -70,7 +70,9 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     return out
 
 
-def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+    if residual_NH is None:
+        return linear(x_NO, weight_HO)
     if takes_decoded(weight_HO, x_NO):
         return decoded_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)

@@ -27,7 +27,7 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> 
     pointers = {"residual": out, "partial": partial, "part": partial, "out": partial, "table": "i64", "bounds": "i64"}
     signature = {name: f"*{pointers[name]}" for name in kernel.arg_names if name in pointers}
     signature |= {name: "i32" for name in kernel.arg_names if name in INTEGERS}
-    given = {"DTYPE": TYPES[partial], "OUT_DTYPE": TYPES[out], "BYTES": 2 if partial == "bf16" else 4}
+    given = {"FRESH": False, "DTYPE": TYPES[partial], "OUT_DTYPE": TYPES[out], "BYTES": 2 if partial == "bf16" else 4}
     channel = layout.two_shot if kind == "paired" else getattr(layout, kind)
     constants = channel.constants() | ({"BLOCK": exchange.PAIRED_BLOCKS * channel.block} if kind == "paired" else {})
     return CompileCase(
@@ -47,16 +47,16 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> 
     )
 
 
-def one_shot_case(ranks: int, dtype: str, width: int, *, has_norm: bool) -> CompileCase:
+def one_shot_case(ranks: int, dtype: str, width: int, *, has_norm: bool, is_fresh: bool = False) -> CompileCase:
     """One element type for all; `width` elements a row."""
     block = triton.next_power_of_2(width * TYPES[dtype].primitive_bitwidth // 64)
     tensors = ("residual", "partial", *(("normed", "gain") if has_norm else ()))
     return CompileCase(
-        name=f"one_shot {ranks} ranks {dtype} {width}{' with norm' if has_norm else ''}",
+        name=f"one_shot {ranks} ranks {dtype} {width}{' with norm' if has_norm else ''}{' fresh' if is_fresh else ''}",
         kernel=one_shot_kernel,
         signature=dict.fromkeys(tensors, f"*{dtype}")
         | {"eps": "fp32", "table": "*i64", "rank": "i32", "num_rows": "i32"},
-        constexprs={"DTYPE": TYPES[dtype], "H": width, "BLOCK": block}
+        constexprs={"DTYPE": TYPES[dtype], "FRESH": is_fresh, "H": width, "BLOCK": block}
         | ({} if has_norm else {"normed": None, "gain": None})
         | ExchangeLayout(ranks=ranks).one_shot.places(),
         num_warps=exchange.one_shot_warps(block, ranks),
@@ -84,6 +84,7 @@ def winners_case(ranks: int) -> CompileCase:
 CASES = [
     one_shot_case(2, "bf16", 5120, has_norm=True),
     one_shot_case(2, "bf16", 4096, has_norm=False),
+    one_shot_case(2, "bf16", 4096, has_norm=True, is_fresh=True),
     one_shot_case(2, "fp32", 2560, has_norm=True),
     one_shot_case(8, "bf16", 3072, has_norm=True),
     exchange_case("paired", 2, "bf16"),

@@ -73,18 +73,23 @@ class RankUnderTest:
         shape = (-(-num_elements // width), width)
         dtype, other_dtype = (self.choices.choice(DTYPES[:1] if only_float32 else DTYPES) for _ in range(2))
         partial_dtype = self.choices.choice([dtype, dtype, other_dtype])
-        residual_NH = self.normal(*shape).to(dtype)
+        is_fresh = self.choices.random() < 0.2
+        if is_fresh:
+            dtype = partial_dtype
+        residual_NH = self.normal(*shape).to(dtype) * (0 if is_fresh else 1)
         parts = [self.normal(*shape).to(partial_dtype) for _ in range(self.ranks)]
         expected_NH = rank_order_sum(residual_NH, parts)
         order_matters = not torch.equal(expected_NH, rank_order_sum(residual_NH, parts[::-1]))
         if reference is not None:
-            gathered_NH, _ = reference.add_partial(residual_NH.clone(), parts[self.rank], None)
+            given_NH = None if is_fresh else residual_NH.clone()
+            gathered_NH, _ = reference.add_partial(given_NH, parts[self.rank], None)
             assert torch.equal(gathered_NH, expected_NH)
         gain_H = self.normal(width).to(dtype)
         norm = Norm(weight=gain_H, eps=1e-6) if self.choices.random() < 0.5 else None
         one_shot = self.layout.in_one_shot(shape, dtype, partial_dtype)
-        sum_NH, normed_NH = self.group.add_partial(residual_NH, parts[self.rank].clone(), norm)
-        assert sum_NH is residual_NH
+        given_NH = None if is_fresh else residual_NH
+        sum_NH, normed_NH = self.group.add_partial(given_NH, parts[self.rank].clone(), norm)
+        assert is_fresh or sum_NH is residual_NH
         assert torch.equal(sum_NH, expected_NH), (shape, dtype, partial_dtype)
         assert (normed_NH is None) == (norm is None or not one_shot)
         if norm is not None and normed_NH is not None:
