@@ -4,7 +4,9 @@
 # Prompts and decode steps of a small model:
 #   memcheck of eager steps  each tensor is an allocation of its own, so that whatever runs over its end is seen
 #   memcheck of graphs       captured and replayed, as steps are served; there tensors share allocations
-#   racecheck                hazards in shared memory, but for the kernel of large heads, whose copies into it are asynchronous
+#   racecheck                hazards in shared memory, but for the kernel of large heads, whose copies into it are
+#                            asynchronous, and for gated-prompts, whose groups of warps have barriers of their own: with
+#                            those it reports Triton's words that tell each group what to run, whatever the groups do
 # Exchanges of two ranks that share the device:
 #   memcheck of sums         each tensor is an allocation of its own
 #   memcheck of exchanges    sums, winners and gathered logits
@@ -77,7 +79,7 @@ if [[ "$only" != exchanges ]]; then
         if [[ "$part" != *-prompts ]]; then
             watch "memcheck of graphs, $part" memcheck "$program" "$part"
         fi
-        if [[ "$part" != large-heads ]]; then
+        if [[ "$part" != large-heads && "$part" != gated-prompts ]]; then
             watch "racecheck, $part" racecheck "$program" --eager "$part"
         fi
     done

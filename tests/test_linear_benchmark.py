@@ -10,9 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentspec.kernels.triton import linear_plans
-from agentspec.kernels.triton.linear_plans import MEASURED, MEASURED_FP8, MEASURED_FP8_ROWS, Plan
+from agentspec.kernels.triton.linear_plans import (
+    MEASURED,
+    MEASURED_FP8,
+    MEASURED_FP8_ROWS,
+    NO_TORCH_PRODUCT,
+    Plan,
+)
 from benchmarks.linear import candidates, to_refine
-from benchmarks.linear_results import MODELS, Cell, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
+from benchmarks.linear_results import (
+    COUNTS,
+    MODELS,
+    Cell,
+    Shape,
+    cell_lines,
+    chosen_lines,
+    chosen_plans,
+    describe,
+    plan_file,
+)
 from benchmarks.published import CONFIG_FILES
 
 WIDE = Plan(block_o=64, block_m=16, block_k=128, stages=4, warps=4, ahead=3)
@@ -211,6 +227,17 @@ def test_every_published_layer_has_a_measured_plan() -> None:
         for layer, shape in MODELS[name].shapes().items():
             measured = MEASURED_FP8_ROWS if shape.by_row else MEASURED_FP8 if shape.fp8 else MEASURED
             assert (shape.kind, shape.num_outputs, shape.depth) in measured, f"{name} {layer}"
+
+
+def test_heads_have_plans_for_up_to_128_tokens() -> None:
+    """More tokens than a head was measured with take its last plan, which reads the weights once for each of its blocks
+    of tokens."""
+    for name, model in MODELS.items():
+        for layer, shape in model.shapes().items():
+            if shape.kind in NO_TORCH_PRODUCT:
+                measured = MEASURED_FP8_ROWS if shape.by_row else MEASURED_FP8 if shape.fp8 else MEASURED
+                plans = measured[shape.kind, shape.num_outputs, shape.depth]
+                assert plans[-1][0] == max(COUNTS), f"{name} {layer}"
 
 
 def test_the_best_plan_of_linear_hopper_is_refined_too() -> None:
