@@ -228,5 +228,5 @@ def floor_of(
 
 
 def num_sums(config: TextConfig, num_drafted: int) -> int:
-    """Sums over ranks in a decode step: two in each layer, and in the MTP layer for each draft."""
-    return 2 * (len(config.layer_types) + num_drafted)
+    """Sums over ranks in a decode step: two in each layer; for each draft two in the MTP layer and one before it."""
+    return 2 * len(config.layer_types) + 3 * num_drafted
