@@ -72,8 +72,8 @@ class MtpHead:
         self.fc = parameters.take("fc.weight")
         """All columns, or this rank's equal part of them."""
         num_columns = self.fc.shape[1]
-        self._columns = slice(rank * num_columns, (rank + 1) * num_columns)
-        self._is_split = num_columns < 2 * config.hidden_size
+        is_part = num_columns < 2 * config.hidden_size
+        self._columns = slice(rank * num_columns, (rank + 1) * num_columns) if is_part else None
         layer = parameters.under("layers.0.")
         attention = layer.under("self_attn.")
         self.attention = GatedAttention(config, ops, attention, rope, first_position=1, fp8_pages=fp8_pages)
@@ -83,7 +83,7 @@ class MtpHead:
     def join(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor) -> Tensor:
         """The layer's input for each pair; the embedding comes first."""
         pairs_NK = self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm)
-        if not self._is_split:
+        if self._columns is None:
             return self._ops.linear(pairs_NK, self.fc)
         return self._ops.add_linear(None, pairs_NK[:, self._columns], self.fc, self.layer.input_norm)
 

@@ -95,9 +95,9 @@ def _columns(num_rows: int, num_heads: int, size: int) -> Parameter:
 
 def _pair_projection(config: TextConfig, num_ranks: int) -> Parameter:
     """Split by columns if they can be shared equally; else every rank has all."""
-    num_units, size = width_units(config, 2 * config.hidden_size)
-    shard = Shard(1, ((num_units, size),), "columns") if num_units % num_ranks == 0 else None
-    return Parameter((config.hidden_size, num_units * size), shard)
+    width = 2 * config.hidden_size
+    is_equal = width_units(config, width)[0] % num_ranks == 0
+    return Parameter((config.hidden_size, width), width_shard(config, 1, width) if is_equal else None)
 
 
 def _layer(config: TextConfig, prefix: str, num_ranks: int, *, linear: bool) -> Parameters:

@@ -152,10 +152,12 @@ class Pretended:
         self.size, self.rank = size, rank
 
     def add_partial(
-        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+        self, residual_NH: Tensor | None, partial_NH: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor | None]:
         """The norm is that of another residual: it shows where it was used."""
-        x_NH = residual_NH + self.size * partial_NH
+        x_NH = self.size * partial_NH
+        if residual_NH is not None:
+            x_NH = residual_NH + x_NH
         return x_NH, None if next_norm is None else reference.rms_norm(-x_NH, next_norm)
 
     def gather_columns(self, part_NC: Tensor) -> Tensor:
@@ -176,6 +178,7 @@ def test_group_reduces_only_residual_outputs() -> None:
     ops = within(Pretended(4), reference)
     assert torch.equal(ops.linear(x, Plain(values)), x @ values.T)
     torch.testing.assert_close(ops.add_linear(residual, x, Plain(values)), residual + 4 * (x @ values.T))
+    torch.testing.assert_close(ops.add_linear(None, x, Plain(values)), 4 * (x @ values.T))
 
 
 def test_padding_of_each_rank_is_masked_before_scores_are_gathered() -> None:
