@@ -48,6 +48,7 @@ from benchmarks.linear_results import (
     describe,
     form_lines,
     plan_file,
+    without_plan,
 )
 
 EPS = 1e-6
@@ -616,6 +617,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--missing", action="store_true", help="only what has no plan yet")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop measuring new candidates after this long")
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -629,6 +631,8 @@ def main() -> None:
         for shape in shapes
     }
     cells = list(dict.fromkeys((shape, tokens) for tokens in args.tokens for shape in shapes if tokens <= most[shape]))
+    if args.missing:
+        cells = without_plan(cells, linear_plans.FILE.read_text())
     tune(tuner, cells, began)
     tuner.pool.shutdown()
     args.out.mkdir(parents=True, exist_ok=True)

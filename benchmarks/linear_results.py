@@ -212,11 +212,10 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
 
 def plan_file(device: str, cells: Cells, recorded: str) -> str:
     """The text of `linear_plans.json`: one line per shape, with the non-default fields of each plan. Shapes and token
-    counts without a measurement keep what the recorded text says."""
+    counts without a measurement keep what the recorded text says, as does what is behind a semicolon of `measured`."""
     layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
     for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
-        form = {} if shape.weight is None else {"weight": shape.weight}
-        layer = {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth}
+        layer = _layer(shape)
         measured = sorted(count for (at, count), cell in cells.items() if at == shape and cell.seconds)
         chosen = [(most, None if plan is None else _fields(plan)) for most, plan in chosen_plans(shape, cells)]
         plans = {count: _at(count, chosen) for count in measured}
@@ -225,7 +224,24 @@ def plan_file(device: str, cells: Cells, recorded: str) -> str:
             plans = {count: _at(count, rows) for count in COUNTS if count <= rows[-1][0]} | plans
         layers[_key(layer)] = layer | {"plans": _without_repeats(sorted(plans.items()))}
     lines = map(json.dumps, layers.values())
-    return f'{{"measured": "on one {device} by benchmarks/linear.py",\n"layers": [\n' + ",\n".join(lines) + "\n]}\n"
+    remark = "".join(json.loads(recorded).get("measured", "").partition(";")[1:])
+    return (
+        f'{{"measured": "on one {device} by benchmarks/linear.py{remark}",\n"layers": [\n'
+        + ",\n".join(lines)
+        + "\n]}\n"
+    )
+
+
+def without_plan(cells: Iterable[tuple[Shape, int]], recorded: str) -> list[tuple[Shape, int]]:
+    """The token counts of shapes for which the text of `linear_plans.json` has no plan."""
+    most = {_key(layer): layer["plans"][-1][0] for layer in json.loads(recorded)["layers"]}
+    return [(shape, count) for shape, count in cells if count > most.get(_key(_layer(shape)), 0)]
+
+
+def _layer(shape: Shape) -> dict[str, Any]:
+    """A layer of `linear_plans.json` without its plans."""
+    form = {} if shape.weight is None else {"weight": shape.weight}
+    return {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth}
 
 
 def _at(count: int, rows: Sequence[tuple[int, Any]]) -> Any:

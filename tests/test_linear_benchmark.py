@@ -28,6 +28,7 @@ from benchmarks.linear_results import (
     chosen_plans,
     describe,
     plan_file,
+    without_plan,
 )
 from benchmarks.published import CONFIG_FILES
 
@@ -113,6 +114,19 @@ def test_token_counts_that_were_not_measured_again_keep_their_plans(tmp_path: Pa
     assert linear_plans._read(path) == {
         ("norm_linear", 12352, 2560): ((4, NARROW), (16, WIDE), (32, RUNNING), (64, APART))
     }
+
+
+def test_what_has_no_plan_yet() -> None:
+    recorded = plan_file("some device", cells({4: {NARROW: 10.0}, 16: {WIDE: 12.0}}), NOTHING)
+    others = (replace(SHAPE, fp8=True), MODELS["4B"].shapes()["delta out"])
+    asked = [(shape, count) for count in (32, 16, 4) for shape in (SHAPE, *others)]
+    assert without_plan(asked, recorded) == [at for at in asked if at[0] != SHAPE or at[1] == 32]
+
+
+def test_remarks_on_who_measured_stay() -> None:
+    first = plan_file("some device", cells({4: {NARROW: 10.0}}), NOTHING)
+    second = plan_file("other device", cells({4: {WIDE: 9.0}}), first.replace('linear.py"', 'linear.py; a remark"', 1))
+    assert json.loads(second)["measured"] == "on one other device by benchmarks/linear.py; a remark"
 
 
 def test_a_plan_records_whether_its_norm_is_separate(tmp_path: Path) -> None:
