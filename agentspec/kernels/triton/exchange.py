@@ -111,7 +111,8 @@ class ExchangeGroup:
         norm comes with sums in one shot only."""
         is_fresh = residual_NH is None
         if residual_NH is None:
-            residual_NH = torch.empty_like(partial_NH)
+            in_one_shot = self.layout.in_one_shot(partial_NH.shape, partial_NH.dtype, partial_NH.dtype)
+            residual_NH = torch.empty_like(partial_NH) if in_one_shot else torch.zeros_like(partial_NH)
         assert residual_NH.shape == partial_NH.shape
         assert residual_NH.is_contiguous()
         assert partial_NH.is_contiguous()
@@ -119,9 +120,9 @@ class ExchangeGroup:
         if self.layout.in_one_shot(residual_NH.shape, residual_NH.dtype, partial_NH.dtype):
             return residual_NH, self._one_shot(residual_NH, partial_NH, next_norm, is_fresh=is_fresh)
         if self.size == 2:
-            self._paired(residual_NH, partial_NH, is_fresh=is_fresh)
+            self._paired(residual_NH, partial_NH)
         else:
-            self._two_shot(residual_NH, partial_NH, is_fresh=is_fresh)
+            self._two_shot(residual_NH, partial_NH)
         return residual_NH, None
 
     def winners(self, logits_NW: Tensor, ids: Tensor | int, vocab_size: int) -> Tensor:
@@ -240,7 +241,7 @@ class ExchangeGroup:
         )
         return normed_NH
 
-    def _two_shot(self, residual_NH: Tensor, partial_NH: Tensor, *, is_fresh: bool) -> None:
+    def _two_shot(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
         channel, num_elements = self.layout.two_shot, partial_NH.numel()
         size = max(partial_NH.element_size(), residual_NH.element_size())
         share = _share(num_elements, channel, channel.programs * self.size, size)
@@ -255,13 +256,12 @@ class ExchangeGroup:
             DTYPE=DTYPES[partial_NH.dtype],
             BYTES=partial_NH.element_size(),
             OUT_DTYPE=DTYPES[residual_NH.dtype],
-            FRESH=is_fresh,
             **channel.constants(),
             num_warps=8,
             **self._options,
         )
 
-    def _paired(self, residual_NH: Tensor, partial_NH: Tensor, *, is_fresh: bool) -> None:
+    def _paired(self, residual_NH: Tensor, partial_NH: Tensor) -> None:
         channel, num_elements = self.layout.two_shot, partial_NH.numel()
         share = _share(num_elements, channel, channel.programs, partial_NH.element_size())
         _paired[(channel.programs,)](
@@ -273,7 +273,6 @@ class ExchangeGroup:
             share,
             triton.cdiv(num_elements, channel.programs * share),
             DTYPE=DTYPES[partial_NH.dtype],
-            FRESH=is_fresh,
             **channel.constants() | {"BLOCK": PAIRED_BLOCKS * channel.block},
             num_warps=16,
             **self._options,
@@ -413,7 +412,6 @@ def _two_shot(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,
     BYTES: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
-    FRESH: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     EPOCHS: tl.constexpr,
@@ -442,7 +440,7 @@ def _two_shot(  # type: ignore[no-untyped-def]
             for start in range(0, share, BLOCK):
                 i = start + tl.arange(0, BLOCK)
                 mask = (i < share) & (mine + i < num_elements)
-                x = _base(residual + mine + i, mask, FRESH)
+                x = tl.load(residual + mine + i, mask=mask).to(tl.float32)
                 total = _sum_of_ranks(own, home, half, rank, p, i, mask, DTYPE, RANKS, PROGRAMS, SLOTS, REGION)
                 y = (x + total).to(OUT_DTYPE)
                 tl.store(residual + mine + i, y, mask=mask)
@@ -471,7 +469,6 @@ def _paired(  # type: ignore[no-untyped-def]
     share,
     num_rounds,
     DTYPE: tl.constexpr,
-    FRESH: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     EPOCHS: tl.constexpr,
@@ -502,22 +499,13 @@ def _paired(  # type: ignore[no-untyped-def]
                 for start in range(0, share, BLOCK):
                     i = start + tl.arange(0, BLOCK)
                     mask = (i < share) & (first + i < num_elements)
-                    x = _base(residual + first + i, mask, FRESH)
+                    x = tl.load(residual + first + i, mask=mask).to(tl.float32)
                     own = tl.load(partial + first + i, mask=mask).to(tl.float32)
                     other = tl.load(slot + i, mask=mask, volatile=True).to(tl.float32)
                     # Of two terms the order changes no bit.
                     tl.store(residual + first + i, (x + (own + other)).to(residual.dtype.element_ty), mask=mask)
             healthy &= aborted == 0
     end_exchange(home, p, epoch, aborted, EPOCHS)
-
-
-@triton.jit
-def _base(residual, mask, FRESH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [B]: what partial sums are added to."""
-    x = tl.zeros(mask.shape, tl.float32)
-    if not FRESH:
-        x = tl.load(residual, mask=mask).to(tl.float32)
-    return x
 
 
 @triton.jit

@@ -27,7 +27,7 @@ def exchange_case(kind: str, ranks: int, partial: str, *, out: str = "bf16") -> 
     pointers = {"residual": out, "partial": partial, "part": partial, "out": partial, "table": "i64", "bounds": "i64"}
     signature = {name: f"*{pointers[name]}" for name in kernel.arg_names if name in pointers}
     signature |= {name: "i32" for name in kernel.arg_names if name in INTEGERS}
-    given = {"FRESH": False, "DTYPE": TYPES[partial], "OUT_DTYPE": TYPES[out], "BYTES": 2 if partial == "bf16" else 4}
+    given = {"DTYPE": TYPES[partial], "OUT_DTYPE": TYPES[out], "BYTES": 2 if partial == "bf16" else 4}
     channel = layout.two_shot if kind == "paired" else getattr(layout, kind)
     constants = channel.constants() | ({"BLOCK": exchange.PAIRED_BLOCKS * channel.block} if kind == "paired" else {})
     return CompileCase(
