@@ -110,14 +110,15 @@ class ExchangeGroup:
         """See kernels.Group. Both contiguous and 16-byte aligned; dtypes may differ: partial sums travel in theirs. The
         norm comes with sums in one shot only."""
         is_fresh = residual_NH is None
+        dtype = partial_NH.dtype if residual_NH is None else residual_NH.dtype
+        in_one_shot = self.layout.in_one_shot(partial_NH.shape, dtype, partial_NH.dtype)
         if residual_NH is None:
-            in_one_shot = self.layout.in_one_shot(partial_NH.shape, partial_NH.dtype, partial_NH.dtype)
             residual_NH = torch.empty_like(partial_NH) if in_one_shot else torch.zeros_like(partial_NH)
         assert residual_NH.shape == partial_NH.shape
         assert residual_NH.is_contiguous()
         assert partial_NH.is_contiguous()
         assert residual_NH.data_ptr() % 16 == partial_NH.data_ptr() % 16 == 0
-        if self.layout.in_one_shot(residual_NH.shape, residual_NH.dtype, partial_NH.dtype):
+        if in_one_shot:
             return residual_NH, self._one_shot(residual_NH, partial_NH, next_norm, is_fresh=is_fresh)
         if self.size == 2:
             self._paired(residual_NH, partial_NH)
