@@ -212,6 +212,8 @@ class Backend(Protocol):
         read_row_B: Tensor,
         window: RingWindow,
         live: LiveColumns | None = None,
+        *,
+        reads_early: bool = False,
     ) -> Tensor:
         """`gated_delta_step` for slots with rings: [N, V * D].
 
@@ -219,7 +221,10 @@ class Backend(Protocol):
         Stores the state at the fold length to the fold row (which may be the read row), and the window's entries to the
         ring, in place. Definition: kernels/reference/gated_delta_ring.py.
 
-        live: the rows of `projected`, and so which columns there are; None: all. A dead row's output is zeros."""
+        live: the rows of `projected`, and so which columns there are; None: all. A dead row's output is zeros.
+
+        reads_early: the window, and what it reads of the pools, may be read while the kernels before this one still
+        run: whatever wrote that had ended before one of them began."""
 
     def fold_hidden(self, hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> None:
         """For slots with rings: store the hidden of the last token before the fold length to the fold row, in place.

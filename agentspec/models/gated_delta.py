@@ -72,6 +72,9 @@ class GatedDeltaNet:
             windows.read_row_B,
             windows.ring,
             windows.live,
+            # A pass begins with an embedding of torch's, which starts when all before it has ended, and of what this
+            # reads nothing is written in the pass but by this.
+            reads_early=True,
         )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:

@@ -33,6 +33,8 @@ def gated_delta_ring_step(
     read_row_B: Tensor,
     window: RingWindow,
     live: LiveColumns | None = None,
+    *,
+    reads_early: bool = False,
 ) -> Tensor:
     """See backend.Backend. Reads lengths on the host."""
     if live is not None:

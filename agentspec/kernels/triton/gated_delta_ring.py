@@ -40,7 +40,14 @@ from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
-from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, await_previous, overlapped, release_next
+from agentspec.kernels.triton.launch import (
+    INTERPRETED,
+    NUM_COUNTERS,
+    arrival_counters,
+    await_previous,
+    overlapped,
+    release_next,
+)
 from agentspec.types import FOLD_TOKENS
 
 _ENTRY_CHUNK = 16
@@ -61,7 +68,7 @@ class Tiling(NamedTuple):
 
 
 _TILINGS = {
-    4: {256: Tiling(32, 32, 128), 511: Tiling(64, 64, 168), 2**31: Tiling(64, 64, 128)},
+    4: {256: Tiling(32, 32, 96), 511: Tiling(64, 64, 168), 2**31: Tiling(64, 64, 128)},
     8: {511: Tiling(32, 32, 128), 2**31: Tiling(64, 64, 168)},
     16: {127: Tiling(32, 16, 96), 160: Tiling(64, 32, 128), 2**31: Tiling(64, 64, 168)},
 }
@@ -74,6 +81,8 @@ _FOLD = gl.constexpr(FOLD_TOKENS)
 _LEAST_SCALE = gl.constexpr(2.0**-60)
 """The state is of the order of its deltas and values, so that what is divided by this is far from float32's limits."""
 _CHUNK = gl.constexpr(_ENTRY_CHUNK)
+_INTERPRETED = gl.constexpr(INTERPRETED)
+_EXP_OF_NEGATIVE = gl.constexpr("{ .reg .f32 x; mul.rn.f32 x, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, x; }")
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 """Its name in Triton 3.9, and in earlier versions."""
 _descriptor = gl.shared_memory_descriptor
@@ -95,6 +104,8 @@ def gated_delta_ring_step(
     read_row_B: Tensor,
     window: RingWindow,
     live: LiveColumns | None = None,
+    *,
+    reads_early: bool = False,
 ) -> Tensor:
     """The output of the convolution stays float32; the reference rounds it to the projection's dtype.
 
@@ -152,6 +163,7 @@ def gated_delta_ring_step(
         D=value_dim,
         K=key_dim,
         IS_SILU=weights.gate == "silu",
+        EARLY=reads_early,
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_D=block_d,
         BLOCK_K=block_k,
@@ -190,12 +202,6 @@ def _run_of(width: int) -> int:
     return max(1, width // 32)
 
 
-@gluon.constexpr_function
-def _taps_layout(num_warps: int, run: int) -> gl.BlockedLayout:
-    """Four taps of each channel in one lane, which has the channels that it has in _rows_layout."""
-    return gl.BlockedLayout([run, 2, 2], [32, 1, 1], [num_warps, 1, 1], [2, 1, 0])
-
-
 @gluon.jit
 def _shared(ROWS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
     """Allocate float32 [ROWS, WIDTH], as rows to choose from."""
@@ -227,10 +233,53 @@ def _chunks(rows, CHUNKS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
+def _float32(x):  # type: ignore[no-untyped-def]
+    """x in float32. Triton's own conversion of bfloat16 takes two instructions for every other element."""
+    if x.dtype == gl.bfloat16:
+        x = (x.to(gl.int16, bitcast=True).to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def _by_ptx(PTX: gl.constexpr, x):  # type: ignore[no-untyped-def]
+    return gl.inline_asm_elementwise(PTX, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _one_and_exp(x):  # type: ignore[no-untyped-def]
+    """1 + e^-x. Triton's own e^-x takes three more instructions for results below 2**-126, which leave 1 as it is."""
+    return 1.0 + (gl.exp(-x) if _INTERPRETED else _by_ptx(_EXP_OF_NEGATIVE, x))
+
+
+@gluon.jit
+def _wide(row):  # type: ignore[no-untyped-def]
+    """The int64 of a number below 2**31, so that a product with a stride takes one instruction."""
+    return row.to(gl.uint32).to(gl.int64)
+
+
+@gluon.jit
+def _remainder(length, DIVISOR: gl.constexpr):  # type: ignore[no-untyped-def]
+    return (length.to(gl.uint32, bitcast=True) % DIVISOR).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
 def _entry(first, i, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
     """The place of the i-th entry from `first` on, i at most CAPACITY."""
-    place = first + i
-    return gl.where(place >= CAPACITY, place - CAPACITY, place)
+    place = (first + i).to(gl.uint32, bitcast=True)
+    return gl.minimum(place, place - CAPACITY).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _prefetch_tile(rows, count, K: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for rows of a state, at most `count` of K elements each, to be in L2. To load them would take the registers
+    in which queries, keys and values are prepared."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    line = gl.arange(0, triton.next_power_of_2(triton.cdiv(BLOCK_D * K, 32)), layout=LAYOUT)
+    at = rows + gl.minimum(line * 32, count * K - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -251,14 +300,16 @@ def _fetch_entries(  # type: ignore[no-untyped-def]
     i_key = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, KEY_ROWS)), 1)
     i_delta = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, DELTA_ROWS)), 1)
     i_decay = gl.arange(0, _CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    for chunk in range((count + _CHUNK - 1) // _CHUNK):
-        at, left = first + chunk * _CHUNK, count - chunk * _CHUNK
-        place = _entry(at, i_key, CAPACITY)
-        _copy(key_chunks.index(chunk), keys + place * (KEY_HEADS * K) + k, mask=(i_key < left) & (k < K))
-        place = _entry(at, i_delta, CAPACITY)
-        _copy(delta_chunks.index(chunk), deltas + place * (V * D) + d, mask=(i_delta < left) & (d < D))
-        place = _entry(at, i_decay, CAPACITY)
-        _copy(decay_chunks.index(chunk), decays + place * V, mask=i_decay < left)
+    for chunk in gl.static_range(CHUNKS):
+        left = count - chunk * _CHUNK
+        if left > 0:
+            at = first + chunk * _CHUNK
+            place = _wide(_entry(at, i_key, CAPACITY))
+            _copy(key_chunks.index(chunk), keys + k + place * (KEY_HEADS * K), mask=(i_key < left) & (k < K))
+            place = _wide(_entry(at, i_delta, CAPACITY))
+            _copy(delta_chunks.index(chunk), deltas + d + place * (V * D), mask=(i_delta < left) & (d < D))
+            place = _wide(_entry(at, i_decay, CAPACITY))
+            _copy(decay_chunks.index(chunk), decays + place * V, mask=i_decay < left)
     async_copy.commit_group()
     return entries
 
@@ -268,14 +319,12 @@ def _taps(  # type: ignore[no-untyped-def]
     conv_C4, begin, length, WIDTH: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr
 ):
     """Return the four taps of `length` channels from `begin` on, float32 [1, WIDTH], oldest token's first."""
-    LAYOUT: gl.constexpr = _taps_layout(WARPS, RUN)
+    # A lane has the channels that it has in ROWS, and all their taps, which lie in turn in memory.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4 * RUN], [32], [WARPS], [0])
     ROWS: gl.constexpr = _rows_layout(WIDTH, WARPS, RUN)
-    PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    channel = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, PAIR)), 1), 2)
-    first = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR)), 0), 2)
-    second = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0), 1)
-    place = conv_C4 + (begin + channel) * 4 + first * 2 + second
-    taps_0_2, taps_1_3 = gl.split(gl.load(place, mask=channel < length, other=0.0).to(gl.float32))
+    i = gl.arange(0, 4 * WIDTH, layout=LAYOUT)
+    taps_C4 = _float32(gl.load(conv_C4 + begin * 4 + i, mask=i < length * 4, other=0.0))
+    taps_0_2, taps_1_3 = gl.split(gl.reshape(taps_C4, [WIDTH, 2, 2]))
     taps = gl.split(taps_0_2) + gl.split(taps_1_3)
     rows = ()
     for tap in gl.static_range(4):
@@ -288,36 +337,39 @@ def _load_weights(  # type: ignore[no-untyped-def]
     conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr,
     K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return (taps of q and of k, taps of v, (rate, bias) of decays)."""
+    """Return ((taps of q and of k, taps of v), (rate, bias) of decays)."""
     q_taps = _taps(conv_C4, head // REPEATS * K, K, BLOCK_K, 4, WARPS)
     k_taps = _taps(conv_C4, (KEY_HEADS + head // REPEATS) * K, K, BLOCK_K, 4, WARPS)
     v_taps = _taps(conv_C4, 2 * KEY_HEADS * K + head * D + begin_d, D - begin_d, BLOCK_D, _run_of(BLOCK_D), WARPS)
-    return (q_taps, k_taps), v_taps, (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
+    return ((q_taps, k_taps), v_taps), (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
 
 
 @gluon.jit
-def _source(past, count, first, sources, C: gl.constexpr, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the convolution's inputs of the past-th token from the state on begin; past from -3 on. sources: inputs of
-    the window, their stride, row of those before the ring, ring."""
-    x, x_stride, row, entries = sources
-    begin = gl.where(past < 0, row, gl.where(past < count, entries, x))
-    in_ring = gl.where(past < count, _entry(first, past, CAPACITY) * C, (past - count) * x_stride)
-    return begin + gl.where(past < 0, (past + 3) * C, in_ring)
+def _last_inputs(count, first, row, inputs, C: gl.constexpr, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the convolution's inputs of the last three of `count` entries begin; `row` has the three before those."""
+    places = ()
+    for i in gl.static_range(3):
+        past = count + (i - 3)
+        begin, at = gl.where(past < 0, row, inputs), gl.where(past < 0, count + i, _entry(first, past, CAPACITY))
+        places += (begin + at.to(gl.int64) * C,)
+    return places
 
 
 @gluon.jit
-def _convolved(  # type: ignore[no-untyped-def]
-    t, sources, first, count, channel, taps, mask, num_columns, C: gl.constexpr, CAPACITY: gl.constexpr
-):
-    """Return (SiLU of the convolution, its last input) of columns t [T, 1] at channels [1, X]."""
+def _convolved(t, sources, channel, taps, mask, num_columns):  # type: ignore[no-untyped-def]
+    """Return (SiLU of the convolution, its last input) of columns t [T, 1] at channels [1, X]. sources: inputs of the
+    window, their stride, `_last_inputs` before it."""
+    x, x_stride, before = sources
     for tap in gl.static_range(4):
-        place = _source(count + t + (tap - 3), count, first, sources, C, CAPACITY)
+        place = x + (t + (tap - 3)) * x_stride
+        for i in gl.static_range(3 - tap):
+            place = gl.where(t == i, before[tap + i], place)
         last = gl.load(place + channel, mask=mask & (t < num_columns), other=0.0)
         if tap == 0:
-            y = last.to(gl.float32) * taps[0]
+            y = _float32(last) * taps[0]
         else:
-            y = gl.fma(last.to(gl.float32), taps[tap], y)
-    return y / (1.0 + gl.exp(-y)), last
+            y = gl.fma(_float32(last), taps[tap], y)
+    return y / _one_and_exp(y), last
 
 
 @gluon.jit
@@ -326,14 +378,13 @@ def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: g
     vectors of all slots."""
     read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B = window
     # Loaded again, since they would take registers all the time for what one window in several does.
-    read_length = gl.load(read_length_B + b)
-    count, first = (gl.load(fold_length_B + b) - read_length).to(gl.int32), (read_length % CAPACITY).to(gl.int32)
-    row, entries = conv_R3C + gl.load(read_row_B + b) * conv_stride, conv_SCX + gl.load(slot_B + b) * CAPACITY * C
-    inputs = ()
+    read_length = gl.load(read_length_B + b).to(gl.int32)
+    count, first = gl.load(fold_length_B + b).to(gl.int32) - read_length, _remainder(read_length, CAPACITY)
+    row, slot = conv_R3C + _wide(gl.load(read_row_B + b)) * conv_stride, _wide(gl.load(slot_B + b))
+    places, inputs = _last_inputs(count, first, row, conv_SCX + slot * (CAPACITY * C), C, CAPACITY), ()
     for i in gl.static_range(3):
-        place = _source(count - 3 + i, count, first, (row, 0, row, entries), C, CAPACITY)
-        inputs += (gl.load(place + channel, mask=mask, other=0.0),)
-    place = conv_R3C + gl.load(fold_row_B + b) * conv_stride + channel
+        inputs += (gl.load(places[i] + channel, mask=mask, other=0.0),)
+    place = conv_R3C + _wide(gl.load(fold_row_B + b)) * conv_stride + channel
     _barrier()  # every lane must read its row before any lane stores to it
     for i in gl.static_range(3):
         gl.store(place + i * C, inputs[i], mask=mask)
@@ -357,9 +408,9 @@ def _store_gated_norms(  # type: ignore[no-untyped-def]
         place = i // REPEATS * (V * D) + value_dim
         # Other programs wrote o: bypass L1, which is not coherent with their stores.
         value = gl.load(o + place, mask=is_real, other=0.0, cache_modifier=".cg")
-        raw_gate = gl.load(z + i // REPEATS * z_stride + value_dim, mask=is_real, other=0.0).to(gl.float32)
+        raw_gate = _float32(gl.load(z + i // REPEATS * z_stride + value_dim, mask=is_real, other=0.0))
         scale = gl.rsqrt(gl.sum(value * value, axis=1) / D + eps)
-        gate = 1.0 / (1.0 + gl.exp(-raw_gate))
+        gate = 1.0 / _one_and_exp(raw_gate)
         if IS_SILU:
             gate *= raw_gate
         normed = value * gl.expand_dims(scale, 1) * gain
@@ -397,20 +448,17 @@ def _zero_dead_rows(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _prepare_keys(  # type: ignore[no-untyped-def]
-    sources, first, count, key_head, taps, rows, ring, is_owner, num_columns, KEY_HEADS: gl.constexpr,
-    K: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS: gl.constexpr
+    sources, after, key_head, taps, rows, num_columns, KEY_HEADS: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+    CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Put every column's query and key, L2-normalized, and their inner product into shared memory `rows`. The owner of
-    the key head also stores keys and inputs to the ring."""
+    """Put every column's query and key, L2-normalized, and their inner product into shared memory `rows`. Return what
+    `_store_keys` stores."""
     LAYOUT: gl.constexpr = _rows_layout(BLOCK_K, WARPS)
     k = gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
     t = gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT)), 1)
     channel = key_head * K + k
-    q_TK, q_input = _convolved(t, sources, first, count, channel, taps[0], k < K, num_columns, C, CAPACITY)
-    k_TK, k_input = _convolved(
-        t, sources, first, count, channel + KEY_HEADS * K, taps[1], k < K, num_columns, C, CAPACITY
-    )  # fmt: skip
+    q_TK, q_input = _convolved(t, sources, channel, taps[0], k < K, num_columns)
+    k_TK, k_input = _convolved(t, sources, channel + KEY_HEADS * K, taps[1], k < K, num_columns)
     q_scale = gl.rsqrt(gl.sum(q_TK * q_TK, axis=1) + _L2_EPS) * K**-0.5
     k_scale = gl.rsqrt(gl.sum(k_TK * k_TK, axis=1) + _L2_EPS)
     k_TK *= gl.expand_dims(k_scale, 1)
@@ -418,20 +466,25 @@ def _prepare_keys(  # type: ignore[no-untyped-def]
     _matrix(queries, BLOCK_T, BLOCK_K).store(q_TK * gl.expand_dims(q_scale, 1))
     _matrix(keys, BLOCK_T, BLOCK_K).store(k_TK)
     _column(products, BLOCK_T).store(gl.sum(q_TK * k_TK, axis=1) * q_scale)
-    ring_keys, inputs = ring
-    if is_owner:
-        place = _entry(first, count + t, CAPACITY)
-        is_real = (k < K) & (t < num_columns)
-        gl.store(ring_keys + place * (KEY_HEADS * K) + channel, k_TK, mask=is_real)
-        gl.store(inputs + place * C + channel, q_input, mask=is_real)
-        gl.store(inputs + place * C + channel + KEY_HEADS * K, k_input, mask=is_real)
+    place = _wide(_entry(after, t, CAPACITY))
+    return place, channel, (k < K) & (t < num_columns), k_TK, q_input, k_input
+
+
+@gluon.jit
+def _store_keys(prepared, ring_keys, inputs, KEY_HEADS: gl.constexpr, K: gl.constexpr, C: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the window's keys and its inputs of queries and keys to the ring."""
+    place, channel, is_real, k_TK, q_input, k_input = prepared
+    gl.store(ring_keys + channel + place * (KEY_HEADS * K), k_TK, mask=is_real)
+    inputs += channel + place * C
+    gl.store(inputs, q_input, mask=is_real)
+    gl.store(inputs + KEY_HEADS * K, k_input, mask=is_real)
 
 
 @gluon.jit
 def _prepare_values(  # type: ignore[no-untyped-def]
-    sources, first, count, head, begin_d, taps, raw, decay_terms, rows, ring, is_first, num_columns,
-    V: gl.constexpr, KEY_CHANNELS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr
+    sources, after, head, begin_d, taps, raw, decay_terms, rows, ring, is_first, num_columns, V: gl.constexpr,
+    KEY_CHANNELS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Put every column's values and gates into shared memory `rows`, and store decays and inputs to the ring; the
     head's first program stores the decays. raw: where a column's raw write strength is; its decay is V elements after
@@ -441,10 +494,10 @@ def _prepare_values(  # type: ignore[no-untyped-def]
     t_T = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
     t = gl.expand_dims(t_T, 1)
     channel = KEY_CHANNELS + head * D + d
-    v_TD, v_input = _convolved(t, sources, first, count, channel, taps, d < D, num_columns, C, CAPACITY)
+    v_TD, v_input = _convolved(t, sources, channel, taps, d < D, num_columns)
     rate, dt_bias = decay_terms
     raw += t_T * sources[1]
-    beta_T = 1.0 / (1.0 + gl.exp(-gl.load(raw, mask=t_T < num_columns, other=0.0).to(gl.float32)))
+    beta_T = 1.0 / _one_and_exp(gl.load(raw, mask=t_T < num_columns, other=0.0).to(gl.float32))
     raw_decay_T = gl.load(raw + V, mask=t_T < num_columns, other=0.0).to(gl.float32)
     decay_T = gl.exp(-rate * _softplus(raw_decay_T + dt_bias))
     values, betas, decays = rows
@@ -452,9 +505,16 @@ def _prepare_values(  # type: ignore[no-untyped-def]
     _column(betas, BLOCK_T).store(beta_T)
     _column(decays, BLOCK_T).store(decay_T)
     ring_decays, inputs = ring
-    gl.store(inputs + _entry(first, count + t, CAPACITY) * C + channel, v_input, mask=(d < D) & (t < num_columns))
+    place = _wide(_entry(after, t, CAPACITY))
+    gl.store(inputs + channel + place * C, v_input, mask=(d < D) & (t < num_columns))
     if is_first:
-        gl.store(ring_decays + _entry(first, count + t_T, CAPACITY) * V, decay_T, mask=t_T < num_columns)
+        gl.store(ring_decays + _wide(_entry(after, t_T, CAPACITY)) * V, decay_T, mask=t_T < num_columns)
+
+
+@gluon.jit
+def _reciprocal(scale):  # type: ignore[no-untyped-def]
+    """1 / scale, which _LEAST_SCALE and 1 bound: with these bits, the division checks for sizes that can't occur."""
+    return 1.0 / scale if _INTERPRETED else _by_ptx("rcp.approx.ftz.f32 $0, $1;", scale)
 
 
 @gluon.jit
@@ -469,7 +529,7 @@ def _updated(tile_DK, scale, delta_D, key_K):  # type: ignore[no-untyped-def]
     """Return (tile, scale) of scale * tile + delta key^T. scale: [1], with the token's decay."""
     if gl.sum(scale, axis=0) < _LEAST_SCALE:
         tile_DK, scale = _whole(tile_DK, scale)
-    return gl.fma(gl.expand_dims(delta_D * (1.0 / scale), 1), gl.expand_dims(key_K, 0), tile_DK), scale
+    return gl.fma(gl.expand_dims(delta_D * _reciprocal(scale), 1), gl.expand_dims(key_K, 0), tile_DK), scale
 
 
 @gluon.jit
@@ -514,7 +574,7 @@ def _run_columns(  # type: ignore[no-untyped-def]
         read_D = gl.sum(tile_DK * gl.expand_dims(q_K, 0), axis=1)
         delta_D = gl.fma(-scale, seen_D, values.index(t).load(VALUES)) * betas.index(t).load(VALUES)
         gl.store(o + t * (V * D), gl.fma(delta_D, products.index(t).load(VALUES), scale * read_D), mask=is_value)
-        gl.store(ring_deltas + _entry(after, t, CAPACITY) * (V * D), delta_D, mask=is_value)
+        gl.store(ring_deltas + _wide(_entry(after, t, CAPACITY)) * (V * D), delta_D, mask=is_value)
         tile_DK, scale = _updated(tile_DK, scale, delta_D, k_K)
         if (length + t + 1) % _FOLD == 0:
             tile_DK, scale = _whole(tile_DK, scale)
@@ -542,14 +602,60 @@ def _fold_value_inputs(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _end_key_head(  # type: ignore[no-untyped-def]
+    z, z_stride, norm_D, eps, o, out, key_head, rows, window, fold_at, conv_R3C, conv_stride, conv_SCX,
+    T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+    CAPACITY: gl.constexpr, IS_SILU: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """What the last program of a key head does. rows: (slot, first rows or None, the slot's first row, rows of all
+    slots, live columns)."""
+    b, first_B, first_row, num_rows, num_columns = rows
+    _store_gated_norms(
+        z, z_stride, norm_D, eps, o, out, key_head, num_columns, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS, WARPS
+    )
+    _zero_dead_rows(out, key_head, num_columns, b, first_B, first_row, num_rows, V, REPEATS, D, BLOCK_ROWS, WARPS)
+    if fold_at > 0:
+        _fold_key_inputs(
+            window, conv_R3C, conv_stride, conv_SCX, b, key_head, V // REPEATS, K, C, CAPACITY, BLOCK_K, WARPS
+        )
+
+
+@gluon.jit
+def _prepare_columns(  # type: ignore[no-untyped-def]
+    sources, after, head, begin_d, taps, raw, decay_terms, ring, num_columns, V: gl.constexpr, REPEATS: gl.constexpr,
+    D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Put what every column needs into shared memory, and the window's entries but for their deltas into the ring.
+    Return where it is, as `_run_columns` takes it. taps, ring: (of q and k, of v), (keys, decays, inputs)."""
+    KEY_HEADS: gl.constexpr = V // REPEATS
+    ring_keys, ring_decays, inputs = ring
+    key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
+    value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
+    prepared = _prepare_keys(
+        sources, after, head // REPEATS, taps[0], key_rows, num_columns, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K,
+        WARPS,
+    )  # fmt: skip
+    is_first = begin_d == 0
+    _prepare_values(
+        sources, after, head, begin_d, taps[1], raw, decay_terms, value_rows, (ring_decays, inputs), is_first,
+        num_columns, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
+    )  # fmt: skip
+    if is_first & (head % REPEATS == 0):  # behind all loads, which would wait for a store of what is computed
+        _store_keys(prepared, ring_keys, inputs, KEY_HEADS, K, C)
+    return key_rows + value_rows
+
+
+@gluon.jit
 def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     projected_NP, x_stride, conv_C4, a_log_V, dt_bias_V, norm_D, eps, ssm_RVDK, ssm_stride, conv_R3C, conv_stride,
     key_SCGK, delta_SCVD, decay_SCV, conv_SCX, read_row_B, slot_B, start_B, read_length_B, fold_length_B, fold_row_B,
     first_B, count_B, num_rows, o_NVD, out_NVD, counters, CAPACITY: gl.constexpr, ENTRY_CHUNKS: gl.constexpr,
     T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr,
-    IS_SILU: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
+    IS_SILU: gl.constexpr, EARLY: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
+    """EARLY: what the previous kernels don't write is read before the wait: the window, its entries and the state."""
     _release_next(PDL)
     KEY_HEADS: gl.constexpr = V // REPEATS
     C: gl.constexpr = 2 * KEY_HEADS * K + V * D
@@ -559,16 +665,17 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     VALUES: gl.constexpr = gl.SliceLayout(1, _rows_layout(BLOCK_K, WARPS, 4, 8))
     b, head = gl.program_id(1).to(gl.int64), gl.program_id(0) // NUM_BLOCKS
     begin_d, key_head = gl.program_id(0) % NUM_BLOCKS * BLOCK_D, head // REPEATS
-    value_channel, is_first = 2 * KEY_HEADS * K + head * D + begin_d, begin_d == 0
-    key_taps, value_taps, decay_terms = _load_weights(
+    value_channel = 2 * KEY_HEADS * K + head * D + begin_d
+    taps, decay_terms = _load_weights(
         conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS, REPEATS, D, K, BLOCK_D, BLOCK_K, WARPS
     )
-    _await_previous(PDL)
+    if not EARLY:
+        _await_previous(PDL)
 
-    read_row, fold_row, read_length = gl.load(read_row_B + b), gl.load(fold_row_B + b), gl.load(read_length_B + b)
-    slot = gl.load(slot_B + b) * CAPACITY
-    count = gl.maximum(gl.load(start_B + b) - read_length, 0).to(gl.int32)
-    fold_at, first = (gl.load(fold_length_B + b) - read_length).to(gl.int32), (read_length % CAPACITY).to(gl.int32)
+    read_row, fold_row = _wide(gl.load(read_row_B + b)), _wide(gl.load(fold_row_B + b))
+    read_length, slot = gl.load(read_length_B + b).to(gl.int32), _wide(gl.load(slot_B + b)) * CAPACITY
+    count = gl.maximum(gl.load(start_B + b).to(gl.int32) - read_length, 0)
+    fold_at, first = gl.load(fold_length_B + b).to(gl.int32) - read_length, _remainder(read_length, CAPACITY)
 
     ring_keys, ring_decays = key_SCGK + slot * (KEY_HEADS * K), decay_SCV + slot * V + head
     ring_deltas, inputs = delta_SCVD + slot * (V * D) + head * D, conv_SCX + slot * C
@@ -576,23 +683,24 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         ring_keys + key_head * K, ring_deltas, ring_decays, first, count, begin_d, CAPACITY, ENTRY_CHUNKS, V, D,
         KEY_HEADS, K, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
-    d, k = begin_d + gl.arange(0, BLOCK_D, layout=VALUES), gl.arange(0, BLOCK_K, layout=KEYS)
-    is_value, is_real = d < D, gl.expand_dims(d < D, 1) & gl.expand_dims(k < K, 0)
-    tile = ssm_RVDK + (head * D + gl.expand_dims(d, 1)) * K + gl.expand_dims(k, 0)
-    tile_DK = gl.load(tile + read_row * ssm_stride, mask=is_real, other=0.0)
+    local_d, k = gl.arange(0, BLOCK_D, layout=VALUES), gl.arange(0, BLOCK_K, layout=KEYS)
+    is_value, is_real = begin_d + local_d < D, gl.expand_dims(begin_d + local_d < D, 1) & gl.expand_dims(k < K, 0)
+    # Zero-based offsets of lanes, added last: what differs between a lane's elements is then part of its instructions.
+    lanes = gl.expand_dims(local_d * K, 1) + gl.expand_dims(k, 0)
+    tile = ssm_RVDK + (head * D + begin_d) * K
+    if EARLY:
+        if PDL:
+            _prefetch_tile(tile + read_row * ssm_stride, D - begin_d, K, BLOCK_D, WARPS)
+        _await_previous(PDL)
+    tile_DK = gl.load(tile + read_row * ssm_stride + lanes, mask=is_real, other=0.0)
 
     first_row, num_columns = _live_columns(b, first_B, count_B, T)
     x = projected_NP + first_row * x_stride
-    sources = (x, x_stride, conv_R3C + read_row * conv_stride, inputs)
-    key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
-    value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
-    _prepare_keys(
-        sources, first, count, key_head, key_taps, key_rows, (ring_keys, inputs), is_first & (head % REPEATS == 0),
-        num_columns, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K, WARPS,
-    )  # fmt: skip
-    _prepare_values(
-        sources, first, count, head, begin_d, value_taps, x + C + V * D + head, decay_terms, value_rows,
-        (ring_decays, inputs), is_first, num_columns, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
+    before = _last_inputs(count, first, conv_R3C + read_row * conv_stride, inputs, C, CAPACITY)
+    after = _entry(first, count, CAPACITY)
+    rows = _prepare_columns(
+        (x, x_stride, before), after, head, begin_d, taps, x + C + V * D + head, decay_terms,
+        (ring_keys, ring_decays, inputs), num_columns, V, REPEATS, D, K, C, CAPACITY, BLOCK_T, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
     window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     if fold_at > 0:
@@ -602,23 +710,20 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
 
     async_copy.wait_group(0)
     _barrier()
-    length, fold_tile = (read_length % _FOLD).to(gl.int32), tile + fold_row * ssm_stride
+    length, fold_tile = _remainder(read_length, _FOLD), tile + fold_row * ssm_stride + lanes
     tile_DK, scale = _replayed(tile_DK, entries, length, count, fold_tile, fold_at, is_real, k, K, KEYS, VALUES)
     o, out = o_NVD + first_row * (V * D), out_NVD + first_row * (V * D)
     _run_columns(
-        tile_DK, scale, key_rows + value_rows, length + count, o + head * D + d, ring_deltas + d,
-        _entry(first, count, CAPACITY), is_value, num_columns, V, D, CAPACITY, KEYS, VALUES,
+        tile_DK, scale, rows, length + count, o + (head * D + begin_d) + local_d,
+        ring_deltas + begin_d + local_d, after, is_value, num_columns, V, D, CAPACITY, KEYS, VALUES,
     )  # fmt: skip
 
     _barrier()  # every lane's reads and stores must precede the count
     counter = counters + b * KEY_HEADS + key_head
     if gl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
         gl.store(counter, 0)
-        _store_gated_norms(
-            x + C, x_stride, norm_D, eps, o, out, key_head, num_columns, T, V, REPEATS, D, IS_SILU, BLOCK_ROWS, WARPS
+        _end_key_head(
+            x + C, x_stride, norm_D, eps, o, out, key_head, (b, first_B, first_row, num_rows, num_columns), window,
+            fold_at, conv_R3C, conv_stride, conv_SCX, T, V, REPEATS, D, K, C, CAPACITY, IS_SILU, BLOCK_ROWS, BLOCK_K,
+            WARPS,
         )  # fmt: skip
-        _zero_dead_rows(out, key_head, num_columns, b, first_B, first_row, num_rows, V, REPEATS, D, BLOCK_ROWS, WARPS)
-        if fold_at > 0:
-            _fold_key_inputs(
-                window, conv_R3C, conv_stride, conv_SCX, b, key_head, KEY_HEADS, K, C, CAPACITY, BLOCK_K, WARPS
-            )

@@ -45,6 +45,7 @@ def _case(
             "D": head_dim,
             "K": head_dim,
             "IS_SILU": True,
+            "EARLY": True,
             "BLOCK_T": triton.next_power_of_2(num_columns),
             "BLOCK_D": tiling.block_d,
             "BLOCK_K": head_dim,
