@@ -208,7 +208,7 @@ FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 
 def compiled(plan: Plan) -> Plan:
     """The plan without its run-time arguments: plans with the same key share compiled code."""
-    return replace(plan, ahead=2, release=2, piece=2 if plan.piece > 1 else 0)
+    return replace(plan, ahead=2, release=2)
 
 
 def shared_bytes(shape: Shape, plan: Plan) -> int:
@@ -254,12 +254,12 @@ def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
 def hopper_plans(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
     """Plans of linear_hopper.py."""
     block_m = next((size for size in (16, 32, 64) if size >= num_tokens), 0)
-    if not block_m or shape.kind not in ("linear", "norm_linear", "add_linear", "norm_swiglu"):
+    if not block_m or shape.num_extra or shape.kind not in ("linear", "norm_linear", "add_linear", "norm_swiglu"):
         return
-    for block_o in (256,) if shape.kind == "norm_swiglu" or shape.num_extra else (256, 128):
+    for block_o in (256,) if shape.kind == "norm_swiglu" else (256, 128):
         if shape.num_outputs % block_o or shape.depth % SCALE_BLOCK:
             continue
-        tiles = shape.num_outputs // block_o + bool(shape.num_extra)
+        tiles = shape.num_outputs // block_o
         stages = hopper_stages(block_m, SCALE_BLOCK * block_o, has_residual=shape.kind == "add_linear")
         for programs in hopper_programs(tiles, sm_count):
             yield Plan(
@@ -461,7 +461,6 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     if plan.programs:
         yield from (replace(plan, release=release) for release in (0, 1, 4, 8, 1000))
         yield replace(plan, stages=plan.stages - 1)
-        yield from (replace(plan, piece=piece, release=release) for piece in (2, 4, 8) for release in (2, 8))
         return
     yield replace(plan, ahead=0, running=False)
     yield replace(plan, running=False)

@@ -266,7 +266,6 @@ def describe(plan: Plan | None) -> str:
         return "torch"
     if plan.programs:
         tiling = f"{plan.programs} of {plan.block_o}x{plan.block_m} s{plan.stages} r{plan.release}"
-        tiling += f" p{plan.piece}" if plan.piece else ""
         return ("norm + " if plan.norm_apart else "") + tiling
     far = f" r{plan.release}" + (f" a{plan.ahead}{'r' if plan.running else ''}" if plan.ahead else "")
     return (

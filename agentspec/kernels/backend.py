@@ -131,8 +131,8 @@ class Backend(Protocol):
         self, residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None
     ) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the result; None: zeros
-        of x's dtype. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the
-        sum (group.py)."""
+        of x's dtype. next_norm: the norm of the result that comes next, for groups of ranks (group.py) and kernels
+        that compute it with the sum."""
 
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from agentspec.kernels.triton import linear_hopper, tensor_maps
 from agentspec.kernels.triton.launch import arrival_counters
 from benchmarks.linear import Operands, fault, hopper_plans, run
 from benchmarks.linear_results import MODELS, Shape
@@ -74,3 +76,26 @@ def test_a_graph_of_overlapping_products_equals_eager_ones(num_tokens: int) -> N
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, eager)
+
+
+def test_weights_are_read_256_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else; with the same bits as 128 at a time."""
+    shape = MODELS["27B-FP8"].shapes()["ffn out"]
+    operands, plan = Operands.random(shape, 32, 1), next(iter(hopper_plans(shape, 32, 132)))
+    weight = operands.weights[0]
+    product = run(shape.kind, plan, operands, weight)
+    utils = triton.runtime.driver.active.utils
+    name = next(name for name in tensor_maps._FILLS if hasattr(utils, name))
+    fill, read = getattr(utils, name), {}
+
+    def seen(address: int, *arguments: Any) -> object:
+        tensor_map = fill(address, *arguments)
+        read[int(address)] = tensor_maps.promotion_of(tensor_map, address)
+        return tensor_map
+
+    monkeypatch.setattr(utils, name, seen)
+    assert torch.equal(run(shape.kind, plan, operands, weight), product)
+    assert read == {operands.x.data_ptr(): 128, weight.values.data_ptr(): 256}
+    monkeypatch.setattr(linear_hopper, "reads_256_bytes", lambda descriptor: descriptor)
+    assert torch.equal(run(shape.kind, plan, operands, weight), product)
+    assert set(read.values()) == {128}

@@ -12,8 +12,6 @@ The steps of all tiles, one tile after the other, are divided evenly between the
 several. Their sums are added in the order of K by the last one to arrive. Bits depend on the number of programs, which
 is the plan's, never on timing.
 
-Extra rows in 16 bits are one more tile, of 128 rows.
-
 Both factors of a product are exact, and the sum of each block of columns with one scale is multiplied by it in float32,
 as in linear_tiles.walk_scaled. Shape letters as in linear_layers.py.
 """
@@ -46,6 +44,8 @@ from agentspec.kernels.triton.launch import (
 from agentspec.kernels.triton.linear_plans import Plan
 from agentspec.kernels.triton.linear_tiles import E4M3_PAIR
 from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.triton.norm_ahead import NormAhead
+from agentspec.kernels.triton.tensor_maps import reads_256_bytes
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 ROWS = 64
@@ -53,30 +53,24 @@ _ROWS = gl.constexpr(ROWS)
 """Rows of a block: of a matrix instruction. A group of four warps has one or two blocks of a tile."""
 _COLUMNS = gl.constexpr(SCALE_BLOCK)
 """Columns of a step, which have one scale."""
-MOST_EXTRA = 128
-"""Extra rows."""
 _REGISTERS, _FETCH_REGISTERS = 232, 40
 """Of a thread that multiplies and of one that fetches."""
 
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name in Triton 3.9, and in earlier versions."""
-_descriptor = gl.shared_memory_descriptor
-_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
-"""Likewise."""
 _barrier = tl.debug_barrier
 """A barrier of the warps of one group."""
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
 
-def supports(plan: Plan, x_NK: Tensor, weight_OK: Weight, extra_EK: Tensor | None) -> bool:
+def supports(plan: Plan, x_NK: Tensor, weight_OK: Weight) -> bool:
     """Whether the kernel can compute a product by a plan with `programs`, on this device."""
     if INTERPRETED or x_NK.dtype != torch.bfloat16 or not isinstance(weight_OK, BlockScaled):
         return False
     is_whole = weight_OK.shape[0] % plan.block_o == 0 and weight_OK.shape[1] % SCALE_BLOCK == 0
     has_blocks = weight_OK.block_rows % ROWS == 0 and weight_OK.values.is_contiguous()
-    fits = extra_EK is None or (len(extra_EK) <= MOST_EXTRA and plan.block_o == 4 * ROWS)
-    return is_whole and has_blocks and fits and machine_of(x_NK.device).capability[0] == 9
+    return is_whole and has_blocks and machine_of(x_NK.device).capability[0] == 9
 
 
 def launch_product(
@@ -85,33 +79,31 @@ def launch_product(
     weight_OK: BlockScaled,
     *,
     residual_NO: Tensor | None = None,
-    extra_EK: Tensor | None = None,
     is_swiglu: bool = False,
+    ahead: NormAhead | None = None,
+    following: NormAhead | None = None,
 ) -> Tensor:
-    """x W^T of few tokens, plus the residual, beside the extra outputs, or silu(gate) * up of [gate | up]. [N, O + E]
-    or [N, O / 2] in x's dtype."""
+    """x W^T of few tokens, plus the residual, or silu(gate) * up of [gate | up]. [N, O] or [N, O / 2] in x's dtype.
+    ahead: what a norm before the product has left, of which x has the gain. following: to fill with the norm of the
+    result, in parts of 64 features."""
     num_tokens, num_rows = len(x_NK), weight_OK.shape[0]
-    num_extra = 0 if extra_EK is None else len(extra_EK)
-    out = torch.empty(num_tokens, num_rows // (1 + is_swiglu) + num_extra, dtype=x_NK.dtype, device=x_NK.device)
+    out = torch.empty(num_tokens, num_rows // (1 + is_swiglu), dtype=x_NK.dtype, device=x_NK.device)
     if num_tokens == 0:
         return out
     if x_NK.stride(1) != 1 or x_NK.stride(0) % 8 or x_NK.data_ptr() % 16:
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)  # TMA reads rows from multiples of 16 bytes on
-    assert extra_EK is None or (extra_EK.is_contiguous() and extra_EK.dtype == torch.bfloat16)
     _launch(
         plan,
         out,
         x_NK,
-        _blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16),
+        reads_256_bytes(_blocks_of(weight_OK.values.view(torch.uint16), ROWS, gl.uint16)),
         weight_OK.shape,
         weight_OK.scales,
         residual_NO,
-        # With code for pieces the warp that fetches has too few registers.
-        values=weight_OK.values.view(torch.uint8) if plan.piece > 1 else None,
-        extra=None if extra_EK is None else _blocks_of(extra_EK.view(torch.uint16), ROWS, gl.uint16),
-        num_extra=num_extra,
         block_rows=weight_OK.block_rows,
         is_swiglu=is_swiglu,
+        ahead=ahead,
+        following=following,
     )
     return out
 
@@ -169,41 +161,39 @@ def _launch(
     scales: Tensor,
     residual_NO: Tensor | None,
     *,
-    values: Tensor | None = None,
-    extra: TensorDescriptor | None = None,
-    num_extra: int = 0,
     block_rows: int,
     is_swiglu: bool,
+    ahead: NormAhead | None = None,
+    following: NormAhead | None = None,
 ) -> None:
     """shape: of the weight, [O, K]. The rest as in the kernel."""
     num_tokens, (num_rows, depth) = len(x_NK), shape
     assert num_rows % plan.block_o == 0, f"{num_rows} rows in tiles of {plan.block_o}"
     assert not is_swiglu or plan.block_o == 4 * ROWS
     assert residual_NO is None or residual_NO.is_contiguous()
+    assert following is None or residual_NO is not None
     tiles, groups, blocks = num_rows // plan.block_o, depth // SCALE_BLOCK, triton.cdiv(num_tokens, plan.block_m)
-    all_tiles = tiles + bool(num_extra)
-    assert 2 * all_tiles * blocks <= NUM_COUNTERS, f"{all_tiles * blocks} tiles"
+    assert 2 * tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
     # Every program has a step: an empty one between two of a tile would be waited for.
-    programs = min(plan.programs, all_tiles * groups)
+    programs = min(plan.programs, tiles * groups)
     size = 2 * programs * blocks * plan.block_o * plan.block_m
     product_kernel[(programs, blocks)](
         out,
         out.stride(0),
         _blocks_of(x_NK, plan.block_m, gl.bfloat16),
         weights,
-        values,
-        extra,
         scales,
         residual_NO,
+        *((None, None, 0.0) if ahead is None else (ahead.squares_PN, len(ahead.squares_PN), ahead.norm.eps)),
+        *((None, None, None) if following is None else following.to_fill),
         torch.empty(size, dtype=torch.float32, device=x_NK.device),
         arrival_counters(x_NK.device),
         num_tokens,
         num_rows // (1 + is_swiglu),
-        num_extra or None,
         tiles,
         groups,
-        plan.piece,
         plan.release,
+        PARTS=1 if ahead is None else ahead.padded_parts,
         BLOCK_ROWS=block_rows,
         SWIGLU=is_swiglu,
         BLOCKS=plan.block_o // (2 * ROWS),
@@ -218,7 +208,7 @@ def _launch(
 
 def _blocks_of(values: Tensor, rows: int, dtype: gl.dtype) -> TensorDescriptor:
     """TMA descriptor of [*, K], in blocks of `rows` rows: of tokens all columns of a step, of weights as pairs of bytes
-    likewise, of extra weights half of them. Of words [rows of tiles, K / 32, 32], those of a step."""
+    likewise. Of words [rows of tiles, K / 32, 32], those of a step."""
     if dtype == gl.int32:
         block = [rows, 4, 32]
     else:
@@ -317,69 +307,19 @@ def _first_row(tile, num_outputs, GROUP: gl.constexpr, BLOCK: gl.constexpr, SWIG
 
 @gluon.jit
 def _copy_weights(  # type: ignore[no-untyped-def]
-    weights, extra, buffers, ready, stage, unit, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
+    weights, buffers, ready, stage, unit, num_outputs, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
     FOUR_BIT: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a step's weights: each group's blocks; of an extra tile, each group's halves of the
-    columns."""
-    tile = unit // groups
-    column = unit % groups * (_COLUMNS // 2)
-    if FOUR_BIT:
-        for group in gl.static_range(2):
-            for block in gl.static_range(BLOCKS):
-                place = [_first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS) // 8, unit % groups * 4, 0]
-                _copy_block(weights, place, ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
-    elif extra is None:  # noqa: SIM114 a condition that is known at compile time
-        _copy_blocks(weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU, BLOCKS)
-    elif tile < tiles:
-        _copy_blocks(weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU, BLOCKS)
-    else:
-        for group in gl.static_range(2):
-            for half in gl.static_range(2):
-                place = [group * _ROWS, 2 * column + half * (_COLUMNS // 2)]
-                _copy_block(extra, place, ready, buffers.index(4 * stage + 2 * group + half))
-
-
-@gluon.jit
-def _copy_blocks(  # type: ignore[no-untyped-def]
-    weights, buffers, ready, stage, tile, column, num_outputs, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Those of block-scaled weights."""
+    """Start the copies of a step's weights: each group's blocks."""
+    tile, column = unit // groups, unit % groups
     for group in gl.static_range(2):
         for block in gl.static_range(BLOCKS):
             row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
-            _copy_block(weights, [row, column], ready, buffers.index(2 * BLOCKS * stage + BLOCKS * group + block))
-
-
-_PREFETCH = gl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-
-
-@gluon.jit
-def _prefetch(addresses, sizes):  # type: ignore[no-untyped-def]
-    """Ask for so many bytes at each address to be in L2."""
-    gl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, sizes], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _prefetch_piece(  # type: ignore[no-untyped-def]
-    values, unit, is_first, piece, num_outputs, tiles, groups, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Where a piece of some adjacent steps begins, ask for all of it to be in L2: memory gives several hundred adjacent
-    bytes of a row sooner at once than 128 at a time."""
-    tile, group = unit // groups, unit % groups
-    if tile < tiles:
-        begun = group % piece
-        if is_first | (begun == 0):
-            size = gl.minimum(piece - begun, groups - group) * _COLUMNS
-            i = gl.arange(0, 2 * BLOCKS * _ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            if SWIGLU:
-                row = tile * (2 * _ROWS) + i % (2 * _ROWS) + i // (2 * _ROWS) * num_outputs
+            buffer = buffers.index(2 * BLOCKS * stage + BLOCKS * group + block)
+            if FOUR_BIT:
+                _copy_block(weights, [row // 8, column * 4, 0], ready, buffer)
             else:
-                row = tile * (2 * BLOCKS * _ROWS) + i
-            at = values + row.to(gl.int64) * (groups * _COLUMNS) + group * _COLUMNS
-            _prefetch(at.to(gl.int64, bitcast=True), i * 0 + size)
+                _copy_block(weights, [row, column * (_COLUMNS // 2)], ready, buffer)
 
 
 @gluon.jit
@@ -388,22 +328,17 @@ def _fetch(  # type: ignore[no-untyped-def]
     FOUR_BIT: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """The warp that fetches. Weights of the first steps are asked for before the previous kernel has ended."""
-    x, weights, extra, values, num_outputs, tiles, all_tiles, groups, piece, release = operands
+    x, weights, num_outputs, tiles, groups, release = operands
     x_buffers, weight_buffers, full, empty = shared
     BYTES: gl.constexpr = (2 * BLOCKS * _ROWS // (2 if FOUR_BIT else 1) + 2 * BLOCK_M) * _COLUMNS
-    begin = _share_begin(gl.program_id(0), all_tiles * groups)
-    count = _share_begin(gl.program_id(0) + 1, all_tiles * groups) - begin
+    begin = _share_begin(gl.program_id(0), tiles * groups)
+    count = _share_begin(gl.program_id(0) + 1, tiles * groups) - begin
     token = gl.program_id(1) * BLOCK_M
     ahead = gl.minimum(count, STAGES)
     for turn in range(ahead):
         ready = full.index(turn)
         mbarrier.expect(ready, BYTES)
-        if values is not None:
-            _prefetch_piece(values, begin + turn, turn == 0, piece, num_outputs, tiles, groups, SWIGLU, BLOCKS)
-        _copy_weights(
-            weights, extra, weight_buffers, ready, turn, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS,
-            FOUR_BIT
-        )  # fmt: skip
+        _copy_weights(weights, weight_buffers, ready, turn, begin + turn, num_outputs, groups, SWIGLU, BLOCKS, FOUR_BIT)
     _await_previous(PDL)
     for turn in range(ahead):
         _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], full.index(turn), x_buffers.index(turn))
@@ -415,12 +350,9 @@ def _fetch(  # type: ignore[no-untyped-def]
         mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
         ready = full.index(stage)
         mbarrier.expect(ready, BYTES)
-        if values is not None:
-            _prefetch_piece(values, begin + turn, False, piece, num_outputs, tiles, groups, SWIGLU, BLOCKS)
         _copy_weights(
-            weights, extra, weight_buffers, ready, stage, begin + turn, num_outputs, tiles, groups, SWIGLU, BLOCKS,
-            FOUR_BIT
-        )  # fmt: skip
+            weights, weight_buffers, ready, stage, begin + turn, num_outputs, groups, SWIGLU, BLOCKS, FOUR_BIT
+        )
         _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], ready, x_buffers.index(stage))
 
 
@@ -519,30 +451,8 @@ def _multiply_four_bit(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _multiply_extra(  # type: ignore[no-untyped-def]
-    turn, steps, shared, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
-):
-    """Return (a group's sum over some steps of an extra tile, float32 [64, BLOCK_M], next turn)."""
-    x_buffers, weight_buffers, full, empty = shared
-    MMA: gl.constexpr = _mma_layout(BLOCK_M)
-    sums = gl.zeros([_ROWS, BLOCK_M], gl.float32, MMA)
-    for _step in range(steps):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        for half in gl.static_range(2):
-            buffer = weight_buffers.index(4 * stage + 2 * GROUP + half)
-            w = _view(buffer, gl.bfloat16, [_ROWS, _COLUMNS // 2], weight_buffers.layout)
-            x = x_buffers.index(stage).slice(half * (_COLUMNS // 2), _COLUMNS // 2, 1)
-            sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(empty.index(stage), count=1)
-        turn += 1
-    return sums, turn
-
-
-@gluon.jit
 def _sum_parts(  # type: ignore[no-untyped-def]
-    sums, tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
+    sums, tile, begins_tile, partial_ptr, arrivals_ptr, tiles, groups, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
     BLOCK_M: gl.constexpr
 ):  # fmt: skip
     """Return (sums over all programs of a tile, whether this program is the last to arrive and has them).
@@ -555,7 +465,7 @@ def _sum_parts(  # type: ignore[no-untyped-def]
     SIZE: gl.constexpr = _ROWS * BLOCK_M
     TILE: gl.constexpr = 2 * BLOCKS * SIZE
     NUM: gl.constexpr = len(sums)
-    program, units = gl.program_id(0), all_tiles * groups
+    program, units = gl.program_id(0), tiles * groups
     first, last = _program_of(tile * groups, units), _program_of(tile * groups + groups - 1, units)
     has_all = first == last
     if first != last:
@@ -564,7 +474,7 @@ def _sum_parts(  # type: ignore[no-untyped-def]
         parts = partial_ptr + gl.program_id(1) * gl.num_programs(0) * (2 * TILE) + GROUP * (BLOCKS * SIZE)
         # In 64 bits, so that a lane's addresses differ by constants.
         parts += o.to(gl.int64) * BLOCK_M + m.to(gl.int64)
-        arrivals = arrivals_ptr + (gl.program_id(1) * all_tiles + tile) * 2 + GROUP
+        arrivals = arrivals_ptr + (gl.program_id(1) * tiles + tile) * 2 + GROUP
         has_all = gl.atomic_add(arrivals, 0, sem="acq_rel", scope="gpu") == last - first
         if not has_all:
             for block in gl.static_range(NUM):
@@ -591,29 +501,64 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _store_block(  # type: ignore[no-untyped-def]
-    acc, out, out_stride, residual, first_row, end_row, num_tokens, num_outputs, BLOCK_M: gl.constexpr
+    acc, out, out_stride, residual, following, first_row, num_tokens, num_outputs, BLOCK_M: gl.constexpr
 ):
-    """Store 64 outputs of a block of tokens, with the residual added."""
+    """Store 64 outputs of a block of tokens, with the residual added, and what the next norm needs of them.
+    following: (gain, result times gain, sums of squares) or Nones."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    n = gl.program_id(1) * BLOCK_M + gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    token = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
+    n = gl.expand_dims(token, 0)
     o = first_row + gl.expand_dims(gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    is_real = (n < num_tokens) & (o < end_row)
+    is_real = n < num_tokens
     if residual is not None:
         y = gl.convert_layout(acc, LAYOUT)
         y += gl.load(residual + n * num_outputs + o, mask=is_real, other=0.0).to(gl.float32)
-        gl.store(out + n * out_stride + o, y.to(out.dtype.element_ty), mask=is_real)
+        rounded = y.to(out.dtype.element_ty)
+        gl.store(out + n * out_stride + o, rounded, mask=is_real)
+        next_norm, next_gained, next_squares = following
+        if next_norm is not None:
+            y = rounded.to(gl.float32)
+            gained = y * (1.0 + gl.load(next_norm + o).to(gl.float32))
+            gl.store(next_gained + n * num_outputs + o, gained.to(out.dtype.element_ty), mask=is_real)
+            to = next_squares + first_row // _ROWS * num_tokens + token
+            gl.store(to, gl.sum(y * y, axis=0), mask=token < num_tokens)
     else:
         y = gl.convert_layout(acc.to(out.dtype.element_ty), LAYOUT)
         gl.store(out + n * out_stride + o, y, mask=is_real)
 
 
 @gluon.jit
+def _store_factors(factors, ahead, num_tokens, groups, PARTS: gl.constexpr, BLOCK_M: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store 1 / rms of each token of the block, from the sums of squares of PARTS parts at most, for `_scaled`. ahead:
+    (sums of squares, parts, eps)."""
+    squares, num_parts, eps = ahead
+    LANES: gl.constexpr = min(32, BLOCK_M)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    part = gl.expand_dims(gl.arange(0, PARTS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    n = gl.program_id(1) * BLOCK_M + gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    is_real = (part < num_parts) & (n < num_tokens)
+    total = gl.sum(gl.load(squares + part * num_tokens + n, mask=is_real, other=0.0), axis=0)
+    factors.store(gl.rsqrt(total / (groups * _COLUMNS) + eps))
+    _barrier()
+
+
+@gluon.jit
+def _scaled(sums, factors, BLOCK_M: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums times each token's factor."""
+    factor = gl.expand_dims(factors.load(gl.SliceLayout(0, _mma_layout(BLOCK_M))), 0)
+    scaled = ()
+    for block in gl.static_range(len(sums)):
+        scaled += (sums[block] * factor,)
+    return scaled
+
+
+@gluon.jit
 def _compute_tile(  # type: ignore[no-untyped-def]
-    operands, shared, unit, stop, turn, GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr,
+    operands, norms, shared, unit, stop, turn, GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr,
     BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Compute some steps of a tile, and store it where it is complete. Return the next turn."""
-    out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups = operands
+    out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, tiles, groups = operands
     tile = unit // groups
     column = unit - tile * groups
     scale_at = ()
@@ -630,76 +575,57 @@ def _compute_tile(  # type: ignore[no-untyped-def]
         sums, turn = _multiply(scale_at, turn, stop - unit, shared, GROUP, BLOCKS, BLOCK_M, STAGES)
     begins_tile = (column == 0).to(gl.int32)
     sums, has_all = _sum_parts(
-        sums, tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP, BLOCKS, BLOCK_M
+        sums, tile, begins_tile, partial_ptr, arrivals_ptr, tiles, groups, GROUP, BLOCKS, BLOCK_M
     )
     if has_all:
+        ahead, factors, following = norms
+        if ahead[0] is not None:
+            sums = _scaled(sums, factors.index(GROUP), BLOCK_M)
         if SWIGLU:
             row = _first_row(tile, num_outputs, GROUP, 0, SWIGLU, BLOCKS)
             y = sums[0] / (1.0 + gl.exp(-sums[0])) * sums[1]
-            _store_block(y, out, out_stride, None, row, num_outputs, num_tokens, num_outputs, BLOCK_M)
+            _store_block(y, out, out_stride, None, following, row, num_tokens, num_outputs, BLOCK_M)
         else:
             for block in gl.static_range(BLOCKS):
                 row = _first_row(tile, num_outputs, GROUP, block, SWIGLU, BLOCKS)
-                _store_block(sums[block], out, out_stride, residual, row, num_outputs, num_tokens, num_outputs, BLOCK_M)
-    return turn
-
-
-@gluon.jit
-def _compute_extra(  # type: ignore[no-untyped-def]
-    operands, shared, unit, stop, turn, num_extra, GROUP: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr
-):  # fmt: skip
-    """`_compute_tile` of the extra tile."""
-    out, out_stride, _scales, _residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups = (
-        operands
-    )
-    tile = unit // groups
-    sums, turn = _multiply_extra(turn, stop - unit, shared, GROUP, BLOCK_M, STAGES)
-    begins_tile = (unit == tile * groups).to(gl.int32)
-    sums, has_all = _sum_parts(
-        (sums,), tile, begins_tile, partial_ptr, arrivals_ptr, all_tiles, groups, GROUP, BLOCKS, BLOCK_M
-    )
-    if has_all:
-        row = num_outputs + GROUP * _ROWS
-        _store_block(sums[0], out, out_stride, None, row, num_outputs + num_extra, num_tokens, num_outputs, BLOCK_M)
+                _store_block(sums[block], out, out_stride, residual, following, row, num_tokens, num_outputs, BLOCK_M)
     return turn
 
 
 @gluon.jit
 def _compute(  # type: ignore[no-untyped-def]
-    operands, num_extra, shared, GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr,
-    BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
+    operands, norms, shared, GROUP: gl.constexpr, PARTS: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    SWIGLU: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """One of the two groups of warps that multiply."""
-    all_tiles, groups = operands[8], operands[9]
-    units = all_tiles * groups
+    tiles, groups = operands[8], operands[9]
+    units = tiles * groups
     unit, end = _share_begin(gl.program_id(0), units), _share_begin(gl.program_id(0) + 1, units)
     turn = unit * 0
     _await_previous(PDL)
+    if norms[0][0] is not None:
+        _store_factors(norms[1].index(GROUP), norms[0], operands[6], groups, PARTS, BLOCK_M)
     while unit < end:
-        tile = unit // groups
-        stop = gl.minimum(end, (tile + 1) * groups)
-        if num_extra is None:  # noqa: SIM114 as in _copy_weights
-            turn = _compute_tile(operands, shared, unit, stop, turn, GROUP, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES)
-        elif tile < all_tiles - 1:
-            turn = _compute_tile(operands, shared, unit, stop, turn, GROUP, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES)
-        else:
-            turn = _compute_extra(operands, shared, unit, stop, turn, num_extra, GROUP, BLOCKS, BLOCK_M, STAGES)
+        stop = gl.minimum(end, (unit // groups + 1) * groups)
+        turn = _compute_tile(
+            operands, norms, shared, unit, stop, turn, GROUP, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES
+        )
         unit = stop
 
 
 # Triton 3.6 fails to compile a constant in place of `groups`, which a specialized argument of 1 is.
-@gluon.jit(do_not_specialize=["num_tokens", "num_extra", "tiles", "groups", "piece", "release"])
+@gluon.jit(do_not_specialize=["num_parts", "num_tokens", "tiles", "groups", "release"])
 def product_kernel(  # type: ignore[no-untyped-def]
-    out, out_stride, x, weights, values, extra, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs,
-    num_extra, tiles, groups, piece, release, BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, FETCH_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr
+    out, out_stride, x, weights, scales, residual, squares, num_parts, eps, next_norm, next_gained, next_squares,
+    partial_ptr, arrivals_ptr, num_tokens, num_outputs, tiles, groups, release, PARTS: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, SWIGLU: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, FETCH_REGISTERS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """num_outputs: of SwiGLU, those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before
-    the last one is asked for, at which the next kernel may start. values: the weights, of which `piece` steps at once
-    are asked for to be in L2; None: none are, besides those that are copied. BLOCK_ROWS: of a scale; 1: 4-bit integers
-    in tiles, of which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
+    """squares, num_parts, eps: what a norm before the product has left, of which x has the gain; next_norm,
+    next_gained, next_squares: to compute of the next one (norm_ahead.py); None: there is none. num_outputs: of SwiGLU,
+    those of gate alone. tiles: of rows of W. groups: steps of a tile. release: steps before the last one is asked for,
+    at which the next kernel may start. PARTS: at least num_parts. BLOCK_ROWS: of a scale; 1: 4-bit integers in tiles,
+    of which weights are blocks of [O / 8, K / 32, 32] words. BLOCKS: of rows, of a group of warps."""
     x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, _COLUMNS], x.layout)
     if BLOCK_ROWS == 1:
         weight_buffers = gl.allocate_shared_memory(gl.int32, [2 * BLOCKS * STAGES, 8, 4, 32], weights.layout)
@@ -713,15 +639,14 @@ def product_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     shared = (x_buffers, weight_buffers, full, empty)
-    all_tiles = tiles if extra is None else tiles + 1
-    operands = (
-        out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, all_tiles, groups
-    )  # fmt: skip
-    fetched = (x, weights, extra, values, num_outputs, tiles, all_tiles, groups, piece, release)
+    operands = (out, out_stride, scales, residual, partial_ptr, arrivals_ptr, num_tokens, num_outputs, tiles, groups)
+    factors = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = ((squares, num_parts, eps), factors, (next_norm, next_gained, next_squares))
+    fetched = (x, weights, num_outputs, tiles, groups, release)
     gl.warp_specialize(
         [
-            (_compute, (operands, num_extra, shared, 0, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
-            (_compute, (operands, num_extra, shared, 1, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+            (_compute, (operands, norms, shared, 0, PARTS, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
+            (_compute, (operands, norms, shared, 1, PARTS, BLOCK_ROWS, SWIGLU, BLOCKS, BLOCK_M, STAGES, PDL)),
             (_fetch, (fetched, shared, SWIGLU, BLOCKS, BLOCK_M, STAGES, BLOCK_ROWS == 1, PDL)),
         ],
         [4, 1],

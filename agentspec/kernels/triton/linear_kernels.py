@@ -14,6 +14,7 @@ import triton.language as tl
 from agentspec.kernels.triton.launch import await_previous, release_next
 from agentspec.kernels.triton.linear_tiles import (
     SCALE_COLUMNS,
+    norm_factor,
     prefetch_first_steps,
     sum_parts,
     walk,
@@ -62,11 +63,14 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     x_stride,
     extra_ptr,
     norm_ptr,
+    squares_ptr,
+    num_parts,
     eps,
     num_tokens,
     num_outputs,
     num_extra,
     depth,
+    PARTS: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -81,6 +85,7 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     prefetch_first_steps(weight_rows, num_steps, num_steps, depth, BLOCK_O, BLOCK_K)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
+    factor = norm_factor(squares_ptr, num_parts, eps, m, token_is_real, num_tokens, depth, PARTS)
     NORM: tl.constexpr = norm_ptr is not None
     acc, squares = walk(
         x_rows,
@@ -101,39 +106,39 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     )
     if NORM:
         acc *= tl.rsqrt(squares / depth + eps)[None, :]
+    if squares_ptr is not None:
+        acc *= factor
     to = out_ptr + m.to(tl.int64)[None, :] * (num_outputs + num_extra) + num_outputs + o[:, None]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(o < num_extra)[:, None] & token_is_real[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead", "release"])
+@triton.jit
+def _store_norm(y, norm_ptr, o, num_outputs, gained_at, is_real, squares_at, token_is_real):  # type: ignore[no-untyped-def]
+    """Store what the next norm needs of a tile of results, rounded, float32 [BLOCK_O, BLOCK_M] (norm_ahead.py)."""
+    gain = 1.0 + tl.load(norm_ptr + o, mask=o < num_outputs, other=0.0).to(tl.float32)
+    tl.store(gained_at, (y * gain[:, None]).to(gained_at.dtype.element_ty), mask=is_real)
+    tl.store(squares_at, tl.sum(y * y, axis=0), mask=token_is_real)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_tokens", "ahead", "release"])
 def linear_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, x_ptr, x_stride, weight_ptr, scales_ptr, extra_ptr, norm_ptr, eps, residual_ptr, partial_ptr, arrivals_ptr,
-    num_tokens, num_outputs, num_extra, depth, ahead, release, BLOCK_ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, EXTRA_O: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, RUNNING: tl.constexpr, PDL: tl.constexpr
+    out_ptr, x_ptr, x_stride, weight_ptr, scales_ptr, extra_ptr, norm_ptr, squares_ptr, num_parts, eps, residual_ptr,
+    next_norm_ptr, next_gained_ptr, next_squares_ptr, partial_ptr, arrivals_ptr, num_tokens, num_outputs, num_extra,
+    depth, ahead, release, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    EXTRA_O: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    RUNNING: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """A norm before the product: by norm_ptr within the loop, or by the squares and their num_parts of a sum that has
+    computed it (norm_ahead.py); the next one's are computed where there is a next_norm_ptr."""
     program, row_size = tl.program_id(0), num_outputs
     if extra_ptr is not None:
         # These programs come first: each of them takes longest.
         extra_tiles = tl.cdiv(num_extra, EXTRA_O)
         if program < extra_tiles:
             _extra_tile(
-                out_ptr,
-                x_ptr,
-                x_stride,
-                extra_ptr,
-                norm_ptr,
-                eps,
-                num_tokens,
-                num_outputs,
-                num_extra,
-                depth,
-                EXTRA_O,
-                BLOCK_M,
-                BLOCK_K,
-                EVEN,
-                PDL,
-            )
+                out_ptr, x_ptr, x_stride, extra_ptr, norm_ptr, squares_ptr, num_parts, eps, num_tokens, num_outputs,
+                num_extra, depth, PARTS, EXTRA_O, BLOCK_M, BLOCK_K, EVEN, PDL
+            )  # fmt: skip
             return
         program, row_size = program - extra_tiles, num_outputs + num_extra
     tile, part = program // SPLIT, program % SPLIT
@@ -146,6 +151,7 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     prefetch_first_steps(weight_rows, ahead, num_steps, depth - begin, BLOCK_O, BLOCK_K)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
+    factor = norm_factor(squares_ptr, num_parts, eps, m, token_is_real, num_tokens, depth, PARTS)
     offsets = m.to(tl.int64)[None, :] * row_size + o[:, None]
     is_real = (o < num_outputs)[:, None] & token_is_real[None, :]
     NORM: tl.constexpr = norm_ptr is not None
@@ -177,12 +183,21 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         place = tile + tl.program_id(1) * tl.cdiv(num_outputs, BLOCK_O)
         acc, stores = sum_parts(acc, part, place, partial_ptr, arrivals_ptr, SPLIT, BLOCK_O, BLOCK_M)
     if stores:
+        if squares_ptr is not None:
+            acc *= factor
         if residual_ptr is not None:
             acc += tl.load(residual_ptr + offsets, mask=is_real, other=0.0).to(tl.float32)
-        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=is_real)
+        y = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offsets, y, mask=is_real)
+        if next_norm_ptr is not None:
+            y32 = tl.where(is_real, y.to(tl.float32), 0.0)
+            squares_at = next_squares_ptr + tile * num_tokens + m
+            _store_norm(
+                y32, next_norm_ptr, o, num_outputs, next_gained_ptr + offsets, is_real, squares_at, token_is_real
+            )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead", "release"])
+@triton.jit(do_not_specialize=["num_parts", "num_tokens", "ahead", "release"])
 def swiglu_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     x_ptr,
@@ -190,12 +205,15 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     scales_ptr,
     norm_ptr,
+    squares_ptr,
+    num_parts,
     eps,
     num_tokens,
     width,
     depth,
     ahead,
     release,
+    PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -217,6 +235,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O, BLOCK_K)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
+    factor = norm_factor(squares_ptr, num_parts, eps, m, token_is_real, num_tokens, depth, PARTS)
     gate_scale_rows, up_scale_rows = None, None
     if scales_ptr is not None:
         gate_scale_rows = _scale_rows(scales_ptr, tl.program_id(0) * HALF, rows, depth, BLOCK_ROWS, ONE_BLOCK)
@@ -244,6 +263,8 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     )
     if norm_ptr is not None:
         acc *= tl.rsqrt(squares / depth + eps)[None, :]
+    if squares_ptr is not None:
+        acc *= factor
     gate, up = acc.reshape(BLOCK_O // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1).split()
     y = (gate / (1.0 + tl.exp(-gate)) * up).reshape(HALF, BLOCK_M)
     o = tl.program_id(0) * HALF + tl.arange(0, HALF)

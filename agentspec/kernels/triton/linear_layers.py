@@ -27,6 +27,7 @@ from agentspec.kernels.triton.fp8_activations import ScaledTokens
 from agentspec.kernels.triton.fp8_ffn import gate_tokens, norm_tokens
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
+from agentspec.kernels.triton.linear_hopper import ROWS as HOPPER_ROWS
 from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
 from agentspec.kernels.triton.linear_hopper import supports
 from agentspec.kernels.triton.linear_kernels import (
@@ -39,6 +40,7 @@ from agentspec.kernels.triton.linear_kernels import (
 )
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan, plan_for
 from agentspec.kernels.triton.machine import shared_bytes
+from agentspec.kernels.triton.norm_ahead import LEAST_AHEAD, NormAhead, ahead_of, attach
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import BlockScaled, Plain, RowScaled, Weight
 
@@ -77,11 +79,11 @@ def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next
         return decoded_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
-        return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
+        return launch_linear(plan, x_NO, weight_HO, None, residual_NH, next_norm=next_norm)
     if isinstance(weight_HO, Plain | FourBitTiles):
         # A new result would start as a copy of the residual.
-        return residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t())
-    return residual_NH.add_(library_product(x_NO, weight_HO))
+        return attach(residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t()), None)
+    return attach(residual_NH.add_(library_product(x_NO, weight_HO)), None)
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
@@ -116,7 +118,7 @@ def add_ffn(
     like_h_NI = gate_up_N2I[:, : down_HI.shape[1]]
     if not _is_scaled(down_HI, like_h_NI) or _plan("add_linear", like_h_NI, down_HI) is not None:
         return add_linear(residual_NH, swiglu(gate_up_N2I), down_HI, next_norm)
-    return residual_NH.add_(_scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH))
+    return attach(residual_NH.add_(_scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH)), None)
 
 
 def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
@@ -165,7 +167,7 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None =
     most = shared_bytes(x_NH.device)
     key = kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most
     plan = plan_for(*key)
-    if plan is not None and plan.programs and not supports(plan, x_NH, weight_OH, extra_EH):
+    if plan is not None and plan.programs and not (extra_EH is None and supports(plan, x_NH, weight_OH)):
         plan = plan_for(*key, for_hopper=False)
     return plan
 
@@ -199,13 +201,43 @@ def launch_linear(
     norm: Norm | None,
     residual_NO: Tensor | None,
     extra_EH: Tensor | None = None,
+    *,
+    next_norm: Norm | None = None,
 ) -> Tensor:
-    """(residual +) x W^T by a given plan, of the normed x if there is a norm. [N, O + E] in x's dtype."""
-    x_NH, norm = _norm_apart(plan, x_NH, norm)
-    if plan.programs:
+    """(residual +) x W^T by a given plan, of the normed x if there is a norm. [N, O + E] in x's dtype. With a residual
+    and 8-bit weights, whose plans have norms apart, the next norm is computed with it (norm_ahead.py)."""
+    x_NH, norm, ahead = _norm_apart(plan, x_NH, norm)
+    following = None
+    if next_norm is not None and residual_NO is not None and _leaves_norm(weight_OH, len(x_NH)):
+        rows = HOPPER_ROWS if plan.programs else plan.block_o
+        following = NormAhead.empty(next_norm, residual_NO, triton.cdiv(weight_OH.shape[0], rows))
+    if not plan.programs:
+        out = _launch_linear(plan, x_NH, weight_OH, norm, residual_NO, extra_EH, ahead, following)
+    else:
         assert norm is None
+        assert extra_EH is None
         assert isinstance(weight_OH, BlockScaled)
-        return launch_on_hopper(plan, x_NH, weight_OH, residual_NO=residual_NO, extra_EK=extra_EH)
+        out = launch_on_hopper(plan, x_NH, weight_OH, residual_NO=residual_NO, ahead=ahead, following=following)
+    return attach(out, following)
+
+
+def _leaves_norm(weight_OH: Weight, num_tokens: int) -> bool:
+    """Whether the sum of a product with this weight computes the norm behind it: the plans of 8-bit weights all have
+    norms apart."""
+    return isinstance(weight_OH, BlockScaled) and num_tokens >= LEAST_AHEAD
+
+
+def _launch_linear(
+    plan: Plan,
+    x_NH: Tensor,
+    weight_OH: Weight,
+    norm: Norm | None,
+    residual_NO: Tensor | None,
+    extra_EH: Tensor | None,
+    ahead: NormAhead | None,
+    following: NormAhead | None,
+) -> Tensor:
+    """`launch_linear` by linear_kernel."""
     (num_tokens, depth), num_outputs = x_NH.shape, weight_OH.shape[0]
     num_extra = 0 if extra_EH is None else len(extra_EH)
     assert residual_NO is None or residual_NO.is_contiguous()
@@ -229,15 +261,16 @@ def launch_linear(
         x_NH.stride(0),
         *_operands(plan, weight_OH),
         extra_EH,
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
+        *_norm_arguments(norm, ahead),
         residual_NO,
+        *((None, None, None) if following is None else following.to_fill),
         partial,
         arrivals,
         num_tokens,
         num_outputs,
         num_extra or None,
         depth,
+        PARTS=None if ahead is None else ahead.padded_parts,
         SPLIT=plan.split,
         EXTRA_O=extra_o,
         **_scaling(weight_OH, plan.block_o),
@@ -249,36 +282,49 @@ def launch_linear(
 
 def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     """silu(gate) * up of the normed x by a given plan. [N, I] in x's dtype."""
-    x_NH, norm = _norm_apart(plan, x_NH, norm)
+    x_NH, norm, ahead = _norm_apart(plan, x_NH, norm)
     if plan.programs:
         assert norm is None
         assert isinstance(gate_up_2IH, BlockScaled)
-        return launch_on_hopper(plan, x_NH, gate_up_2IH, is_swiglu=True)
+        return launch_on_hopper(plan, x_NH, gate_up_2IH, is_swiglu=True, ahead=ahead)
     (num_tokens, depth), width = x_NH.shape, gate_up_2IH.shape[0] // 2
     out = torch.empty(num_tokens, width, dtype=x_NH.dtype, device=x_NH.device)
-    if num_tokens:
-        grid = (triton.cdiv(width, plan.block_o // 2), triton.cdiv(num_tokens, plan.block_m))
-        blocks = _scaling(gate_up_2IH, plan.block_o // 2, width) | _blocks(plan, depth)
-        swiglu_kernel[grid](
-            out,
-            x_NH,
-            x_NH.stride(0),
-            *_operands(plan, gate_up_2IH),
-            None if norm is None else norm.weight,
-            0.0 if norm is None else norm.eps,
-            num_tokens,
-            width,
-            depth,
-            **blocks,
-            **overlapped(),
-        )
+    if num_tokens == 0:
+        return out
+    grid = (triton.cdiv(width, plan.block_o // 2), triton.cdiv(num_tokens, plan.block_m))
+    blocks = _scaling(gate_up_2IH, plan.block_o // 2, width) | _blocks(plan, depth)
+    swiglu_kernel[grid](
+        out,
+        x_NH,
+        x_NH.stride(0),
+        *_operands(plan, gate_up_2IH),
+        *_norm_arguments(norm, ahead),
+        num_tokens,
+        width,
+        depth,
+        PARTS=None if ahead is None else ahead.padded_parts,
+        **blocks,
+        **overlapped(),
+    )
     return out
 
 
-def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-    """Return (the product's input, the norm that the product must still apply). The output of a separate norm is
-    rounded to x's dtype."""
-    return (x_NH, norm) if norm is None or not plan.norm_apart else (rms_norm(x_NH, norm), None)
+def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None, NormAhead | None]:
+    """Return (the product's input, the norm that the product must still apply, or of which it must apply the factor).
+    The output of a separate norm is rounded to x's dtype."""
+    if norm is None or not plan.norm_apart:
+        return x_NH, norm, None
+    ahead = ahead_of(x_NH, norm)
+    return (rms_norm(x_NH, norm), None, None) if ahead is None else (ahead.gained_NH, None, ahead)
+
+
+def _norm_arguments(
+    norm: Norm | None, ahead: NormAhead | None
+) -> tuple[Tensor | None, Tensor | None, int | None, float]:
+    """(norm_ptr, squares_ptr, num_parts, eps) of the kernels."""
+    if ahead is not None:
+        return None, ahead.squares_PN, len(ahead.squares_PN), ahead.norm.eps
+    return (None, None, None, 0.0) if norm is None else (norm.weight, None, None, norm.eps)
 
 
 def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:

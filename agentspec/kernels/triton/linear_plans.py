@@ -46,9 +46,6 @@ class Plan:
     programs: int = 0
     """If not 0, the product is that of linear_hopper.py, by so many programs: of tiles of 128 or 256 rows, steps of 128
     columns, eight warps and one, and nothing of `split`, `ahead` and `running`."""
-    piece: int = 0
-    """Of linear_hopper.py: steps whose weights are asked for to be in L2 at once; 0: none besides those that are
-    copied."""
 
     @property
     def takes_pairs(self) -> bool:

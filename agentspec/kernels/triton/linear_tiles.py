@@ -354,6 +354,20 @@ def walk_either(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def norm_factor(squares_ptr, num_parts, eps, m, token_is_real, num_tokens, depth, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / rms of each token, float32 [1, BLOCK_M], from the sums of squares of its parts, at most PARTS
+    (norm_ahead.py); None if there are none. To keep the sums until a loop has ended takes the registers of the
+    loop."""
+    factor = None
+    if squares_ptr is not None:
+        part = tl.arange(0, PARTS)
+        is_real = (part < num_parts)[:, None] & token_is_real[None, :]
+        squares = tl.load(squares_ptr + part[:, None] * num_tokens + m[None, :], mask=is_real, other=0.0)
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / depth + eps)[None, :]
+    return factor
+
+
+@triton.jit
 def sum_parts(  # type: ignore[no-untyped-def]
     acc, part, tile, partial_ptr, arrivals_ptr, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr
 ):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
+
 from agentspec.kernels.triton import linear_kernels
 from agentspec.kernels.triton.linear_plans import Kind, plan_for
+from agentspec.kernels.triton.norm_ahead import LEAST_AHEAD
 from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
 ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
 PACKED_DECODING, PAIRED_DECODING = "prmt.b32 low", "prmt.b32 pair"
-OPERANDS = ("x_ptr", "weight_ptr", "extra_ptr", "norm_ptr", "residual_ptr")
+OPERANDS = ("x_ptr", "weight_ptr", "extra_ptr", "norm_ptr", "residual_ptr", "next_norm_ptr", "next_gained_ptr")
 INTEGERS = (
     "x_stride",
+    "num_parts",
     "num_tokens",
     "num_outputs",
     "num_extra",
@@ -24,6 +28,8 @@ INTEGERS = (
     "release",
 )
 
+
+_FOLLOWING = ("next_norm_ptr", "next_gained_ptr", "next_squares_ptr")
 
 KERNELS: dict[Kind, Any] = {
     "linear": linear_kernels.linear_kernel,
@@ -56,7 +62,7 @@ def case(
         "arrivals_ptr": "*i32",
     }
     types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64"}
-    types |= dict.fromkeys(("scales_ptr", "row_scales_ptr"), "*fp32")
+    types |= dict.fromkeys(("scales_ptr", "row_scales_ptr", "squares_ptr", "next_squares_ptr"), "*fp32")
     types["gate_up_ptr"] = f"*{dtype}"
     types["out_ptr"] = "*fp32" if kernel is linear_kernels.logits_kernel else f"*{dtype}"
     types |= {"weight_ptr": f"*{weight}"} if weight else {}
@@ -123,8 +129,15 @@ def layer(
         constexprs |= {"EXTRA_O": max(plan.block_o // (2 * plan.split), 16)} | (
             {} if extra else {"extra_ptr": None, "num_extra": None}
         )
-    if "norm_ptr" in kernel.arg_names and (plan.norm_apart or not kind.startswith("norm")):
-        constexprs |= {"norm_ptr": None}
+        leaves_norm = kind == "add_linear" and fp8 and num_tokens >= LEAST_AHEAD
+        constexprs |= {} if leaves_norm else dict.fromkeys(_FOLLOWING)
+    if "norm_ptr" in kernel.arg_names:
+        has_norm = kind.startswith("norm")
+        constexprs |= {} if has_norm and not plan.norm_apart else {"norm_ptr": None}
+        # As after a sum that has computed what the norm needs.
+        is_ahead = has_norm and plan.norm_apart and fp8 and num_tokens >= LEAST_AHEAD
+        parts = {"PARTS": triton.next_power_of_2(depth // 64)}
+        constexprs |= parts if is_ahead else dict.fromkeys(("squares_ptr", "num_parts", "PARTS"))
     if fp8 and dtype == "bf16":
         instructions += (WGMMA, PAIRED_DECODING) if plan.takes_pairs else (PACKED_DECODING,)
     name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}{' rows' * by_row}"
@@ -183,6 +196,8 @@ CASES = [
     layer("27B", "norm_swiglu", 34816, 5120, 4, ASYNC_COPIES, fp8=True),
     layer("27B", "norm_swiglu", 34816, 5120, 32, ASYNC_COPIES, fp8=True),
     layer("27B", "add_linear", 5120, 17408, 4, ASYNC_COPIES, fp8=True),
+    *(layer("27B", "norm_linear", 16384, 5120, tokens, ASYNC_COPIES, fp8=True, extra=True) for tokens in (32, 64)),
+    *(layer("27B", "add_linear", 5120, 6144, tokens, ASYNC_COPIES, fp8=True) for tokens in (32, 64)),
     layer("35B", "draft_argmax", 32768, 2048, 1, ASYNC_COPIES, fp8=True),
     # By the rule, which has a separate norm.
     layer("none", "norm_linear", 12288, 3072, 4, ASYNC_COPIES, fp8=True, extra=True),

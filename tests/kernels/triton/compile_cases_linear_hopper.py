@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import linear_hopper
@@ -16,6 +17,7 @@ from benchmarks.linear_results import MODELS
 from tests.kernels.triton.compile_case import CompileCase
 
 NUM_MULTIPROCESSORS = 132
+_NORMS = ("squares", "next_norm", "next_gained", "next_squares")
 _NAMES = {gl.bfloat16: "bf16", gl.uint16: "u16", gl.int32: "i32"}
 
 
@@ -34,16 +36,21 @@ def _case(
         "x": _blocks(plan.block_m, 128, gl.bfloat16),
         "partial_ptr": "*fp32",
         "arrivals_ptr": "*i32",
-        **dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "piece", "release"), "i32"),
+        "eps": "fp32",
+        **dict.fromkeys(("out_stride", "num_tokens", "num_outputs", "tiles", "groups", "release"), "i32"),
     } | signature
-    constexprs = given | {
-        "BLOCKS": plan.block_o // (2 * ROWS),
-        "BLOCK_M": plan.block_m,
-        "STAGES": plan.stages,
-        "REGISTERS": linear_hopper._REGISTERS,
-        "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
-    }
-    absent = {"values", "extra", "num_extra", "residual"} - signature.keys()
+    constexprs = (
+        {"PARTS": 1}
+        | given
+        | {
+            "BLOCKS": plan.block_o // (2 * ROWS),
+            "BLOCK_M": plan.block_m,
+            "STAGES": plan.stages,
+            "REGISTERS": linear_hopper._REGISTERS,
+            "FETCH_REGISTERS": linear_hopper._FETCH_REGISTERS,
+        }
+    )
+    absent = {*_NORMS, "residual", "num_parts"} - signature.keys()
     return CompileCase(
         name=name,
         kernel=linear_hopper.product_kernel,
@@ -55,21 +62,23 @@ def _case(
     )
 
 
-def layer(name: str, num_tokens: int, *, has_pieces: bool = False, stack_bytes: int = 0) -> list[CompileCase]:
-    """A case for each height of a tile. has_pieces: of plans with a `piece`."""
+def layer(name: str, num_tokens: int, *, stack_bytes: int = 0) -> list[CompileCase]:
+    """A case for each height of a tile."""
     shape = MODELS["27B-FP8"].shapes()[name]
     plans = {plan.block_o: plan for plan in hopper_plans(shape, num_tokens, NUM_MULTIPROCESSORS)}
     signature = {"weights": _blocks(ROWS, 64, gl.uint16), "scales": "*fp32"}
-    signature |= {"values": "*u8"} if has_pieces else {}
-    signature |= {"residual": "*bf16"} if shape.kind == "add_linear" else {}
-    signature |= {"extra": _blocks(ROWS, 64, gl.uint16), "num_extra": "i32"} if shape.num_extra else {}
+    if shape.kind == "add_linear":
+        signature |= {"residual": "*bf16", "next_norm": "*bf16", "next_gained": "*bf16", "next_squares": "*fp32"}
+    else:
+        signature |= {"squares": "*fp32", "num_parts": "i32"}
     return [
         _case(
-            f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}{' by pieces' * has_pieces}",
+            f"{shape.kind} for Hopper 27B M={num_tokens} fp8, tiles of {plan.block_o}",
             plan,
             signature,
             instructions=("cp.async.bulk.tensor", "prmt.b32 pair"),
             stack_bytes=stack_bytes,
+            PARTS=1 if shape.kind == "add_linear" else triton.next_power_of_2(shape.depth // ROWS),
             BLOCK_ROWS=128,
             SWIGLU=shape.kind == "norm_swiglu",
         )
@@ -100,15 +109,11 @@ CASES = [
     four_bit_layer("27B ffn out", 32),
     four_bit_layer("27B ffn out", 64),
     *layer("ffn in", 16),
-    # Addresses of pieces need more of the fetching warp's 40 registers than there are, so what all warps compute at the
-    # start is stored, and read again where a group of warps begins and once for a tile; never in the loops over steps.
-    *layer("ffn in", 16, has_pieces=True, stack_bytes=32),
     *layer("ffn out", 16),
-    *layer("delta in", 32),
+    *layer("attention in", 32),
     *layer("ffn in", 32),
     *layer("ffn out", 32),
-    # With Triton 3.6 addresses of the extra rows' results are kept in local memory, from one tile to the next.
-    *layer("delta in", 64, stack_bytes=152),
+    *layer("attention in", 64),
     *layer("ffn in", 64),
     *layer("ffn out", 64),
 ]

@@ -175,24 +175,14 @@ class LinearGroups(WarpGroups):
 
     def __init__(self, seed: int = 0, order: Callable[[int, int], int] | None = None) -> None:
         super().__init__(linear_hopper, "product_kernel", seed, order)
-        self.prefetched: list[tuple[int, int]] = []
-        """(address, bytes)."""
         self.names.update(
-            _prefetch=self._prefetch,
             _decoded=lambda pairs, _: _float(pairs.handle.data),
-            _view=lambda buffer, *_: _View(buffer),
             _blocks_of=_linear_blocks,
+            reads_256_bytes=lambda blocks: blocks,
             _decoded_words=_words,
         )
         self.launch_product = self.names["launch_product"]
         self.launch_four_bit = self.names["launch_four_bit"]
-
-    def _prefetch(self, addresses: Any, sizes: Any) -> None:
-        for address, size in zip(addresses.handle.data.ravel(), sizes.handle.data.ravel(), strict=True):
-            assert size > 0
-            assert not address % 16
-            assert not size % 16
-            self.prefetched.append((int(address), int(size)))
 
 
 class SwigluGroups(WarpGroups):
@@ -335,13 +325,6 @@ class _Slice(_Part):
 
     def fill(self, block: Any) -> None:
         self.whole().fill(block, self._part)
-
-
-class _View(_Part):
-    """16-bit floats, of which the buffer has the bits."""
-
-    def __init__(self, buffer: _Buffer) -> None:
-        super().__init__(buffer, lambda bits: (bits.astype(np.uint32) << 16).view(np.float32))
 
 
 class _Product:

@@ -1,0 +1,62 @@
+"""What a sum leaves for the norm behind it, so that the norm is no launch of its own.
+
+A norm is one factor per token on a product: with g the gain, (x / rms(x) * g) W^T = (x * g) W^T / rms(x). A product
+that ends in the residual stream writes x * g beside x, and each tile the squares of its features; the product behind
+it adds up the squares while its first weights arrive, and multiplies its results with the factor. x * g is rounded to
+x's dtype like a normed x, so the error is of the same size.
+
+Owns that form and whose it is; linear_layers.py has the launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentspec.kernels.backend import Norm
+
+LEAST_AHEAD = 17
+"""Tokens. With fewer, products are by small programs of which many fit on a multiprocessor, and which would have more
+parts to add up than registers for them."""
+_NAME = "_norm_ahead"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormAhead:
+    """Of x [N, H]."""
+
+    norm: Norm
+    gained_NH: Tensor
+    """x * (1 + weight), in x's dtype."""
+    squares_PN: Tensor
+    """float32: the sums of squares of P parts of x's features."""
+
+    @classmethod
+    def empty(cls, norm: Norm, like_NH: Tensor, num_parts: int) -> NormAhead:
+        """For a kernel to fill."""
+        squares = torch.empty(num_parts, len(like_NH), dtype=torch.float32, device=like_NH.device)
+        return cls(norm, torch.empty_like(like_NH), squares)
+
+    @property
+    def to_fill(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(gain, x * gain, squares) for the kernel of the sum."""
+        return self.norm.weight, self.gained_NH, self.squares_PN
+
+    @property
+    def padded_parts(self) -> int:
+        """A power of two."""
+        return 1 << (len(self.squares_PN) - 1).bit_length()
+
+
+def attach(x_NH: Tensor, ahead: NormAhead | None) -> Tensor:
+    """Keep with x what was computed with it; None: nothing, and nothing that is old."""
+    setattr(x_NH, _NAME, ahead)
+    return x_NH
+
+
+def ahead_of(x_NH: Tensor, norm: Norm) -> NormAhead | None:
+    """What was computed with x of this norm."""
+    ahead: NormAhead | None = getattr(x_NH, _NAME, None)
+    return ahead if ahead is not None and ahead.norm is norm else None
