@@ -33,6 +33,7 @@ from agentspec.kernels.triton import linear_plans
 from agentspec.kernels.triton.linear_hopper import ROWS
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES
+from agentspec.kernels.triton.norm_ahead import LEAST_AHEAD, NormAhead, attach
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, RowScaled, Weight
 from benchmarks.bandwidth import measure_bandwidth
@@ -70,6 +71,8 @@ class Operands:
     weights: tuple[Weight, ...]
     residual: Tensor
     extra: Tensor | None
+    next_norm: Norm | None = None
+    """Of the sum with the residual; computed with it where steps do that."""
 
     @classmethod
     def random(cls, shape: Shape, num_tokens: int, num_weights: int) -> Operands:
@@ -96,7 +99,17 @@ class Operands:
 
         weights = tuple(weight() for _ in range(num_weights))
         extra = randn(shape.num_extra, shape.depth).mul_(shape.depth**-0.5) if shape.num_extra else None
-        return cls(x, Norm(weight=randn(shape.depth).mul_(0.1), eps=EPS), weights, residual, extra)
+        norm, next_norm = (Norm(weight=randn(size).mul_(0.1), eps=EPS) for size in (shape.depth, shape.num_outputs))
+        if shape.fp8 and shape.kind.startswith("norm") and num_tokens >= LEAST_AHEAD:
+            attach(x, norm_of_sum(x, norm))
+        return cls(x, norm, weights, residual, extra, next_norm if shape.kind == "add_linear" else None)
+
+
+def norm_of_sum(x_NH: Tensor, norm: Norm) -> NormAhead:
+    """As the sum before a product leaves it, in parts of 64 features."""
+    x = x_NH.float()
+    squares_PN = x.square().unflatten(-1, (-1, ROWS)).sum(-1).t().contiguous()
+    return NormAhead(norm, (x * (1 + norm.weight.float())).to(x_NH.dtype), squares_PN)
 
 
 def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Tensor:
@@ -110,7 +123,7 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
             case "norm_linear":
                 return ours.launch_linear(plan, x, weight, norm, None, operands.extra)
             case "add_linear":
-                return ours.launch_linear(plan, x, weight, None, residual)
+                return ours.launch_linear(plan, x, weight, None, residual, next_norm=operands.next_norm)
             case "norm_swiglu":
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":

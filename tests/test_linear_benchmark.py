@@ -9,6 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from agentspec.kernels import reference
+from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton import linear_plans
 from agentspec.kernels.triton.linear_plans import (
     MEASURED,
@@ -17,7 +21,7 @@ from agentspec.kernels.triton.linear_plans import (
     NO_TORCH_PRODUCT,
     Plan,
 )
-from benchmarks.linear import candidates, to_refine
+from benchmarks.linear import candidates, norm_of_sum, to_refine
 from benchmarks.linear_results import (
     COUNTS,
     MODELS,
@@ -256,3 +260,16 @@ def test_the_best_plan_of_linear_hopper_is_refined_too() -> None:
     assert to_refine([WIDE, NARROW, *on_hopper], 1) == [WIDE, on_hopper[0]]
     assert to_refine([on_hopper[1], WIDE, on_hopper[0]], 2) == [on_hopper[1], WIDE]
     assert to_refine([], 3) == []
+
+
+def test_products_are_timed_with_the_norm_that_a_sum_leaves() -> None:
+    """Its input times its factor is the normed input."""
+    generator = torch.Generator().manual_seed(3)
+    x, norm = (
+        torch.randn(20, 256, generator=generator) * 3,
+        Norm(weight=torch.randn(256, generator=generator), eps=1e-6),
+    )
+    ahead = norm_of_sum(x, norm)
+    assert ahead.squares_PN.shape == (4, 20)
+    factor = (ahead.squares_PN.sum(0) / 256 + norm.eps).rsqrt()
+    assert torch.allclose(ahead.gained_NH * factor[:, None], reference.rms_norm(x, norm), atol=1e-5)

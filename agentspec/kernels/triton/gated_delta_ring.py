@@ -74,7 +74,8 @@ _TILINGS = {
 }
 """By the most columns, then by the most heads of all slots together. A larger tile shares more of what a window costs
 once. A smaller one gives every multiprocessor work, and a wide window's columns, which warps prepare, to more of them.
-Measured on an H100 with `python -m benchmarks.delta_ring`."""
+Measured on an H100 with `python -m benchmarks.delta_ring`; the smallest has no more registers than five programs on a
+multiprocessor leave it."""
 
 _L2_EPS = gl.constexpr(L2_EPS.value)
 _FOLD = gl.constexpr(FOLD_TOKENS)
