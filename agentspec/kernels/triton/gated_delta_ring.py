@@ -271,16 +271,19 @@ def _entry(first, i, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _prefetch_tile(rows, count, K: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _prefetch_tile(  # type: ignore[no-untyped-def]
+    rows, count, K: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr
+):
     """Ask for rows of a state, at most `count` of K elements each, to be in L2. To load them would take the registers
     in which queries, keys and values are prepared."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    line = gl.arange(0, triton.next_power_of_2(triton.cdiv(BLOCK_D * K, 32)), layout=LAYOUT)
-    at = rows + gl.minimum(line * 32, count * K - 1)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    if PDL:
+        line = gl.arange(0, triton.next_power_of_2(triton.cdiv(BLOCK_D * K, 32)), layout=LAYOUT)
+        at = rows + gl.minimum(line * 32, count * K - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -338,11 +341,11 @@ def _load_weights(  # type: ignore[no-untyped-def]
     conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr,
     K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return ((taps of q and of k, taps of v), (rate, bias) of decays)."""
+    """Return (taps of q and of k, taps of v, (rate, bias) of decays)."""
     q_taps = _taps(conv_C4, head // REPEATS * K, K, BLOCK_K, 4, WARPS)
     k_taps = _taps(conv_C4, (KEY_HEADS + head // REPEATS) * K, K, BLOCK_K, 4, WARPS)
     v_taps = _taps(conv_C4, 2 * KEY_HEADS * K + head * D + begin_d, D - begin_d, BLOCK_D, _run_of(BLOCK_D), WARPS)
-    return ((q_taps, k_taps), v_taps), (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
+    return (q_taps, k_taps), v_taps, (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
 
 
 @gluon.jit
@@ -603,6 +606,26 @@ def _fold_value_inputs(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _load_window(window, start_B, b, CAPACITY: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (read row, fold row, the ring's first entry in the pool, read length, entries to replay, of these those
+    before the fold length, place of the first one) of slot b. window: as of `_fold_inputs`."""
+    read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B = window
+    read_row, fold_row = _wide(gl.load(read_row_B + b)), _wide(gl.load(fold_row_B + b))
+    read_length, slot = gl.load(read_length_B + b).to(gl.int32), _wide(gl.load(slot_B + b)) * CAPACITY
+    count = gl.maximum(gl.load(start_B + b).to(gl.int32) - read_length, 0)
+    fold_at, first = gl.load(fold_length_B + b).to(gl.int32) - read_length, _remainder(read_length, CAPACITY)
+    return read_row, fold_row, slot, read_length, count, fold_at, first
+
+
+@gluon.jit
+def _tile_places(is_value, local_d, k, K: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (which elements of a tile are real, their offsets). Offsets are added to an address last: what differs
+    between a lane's elements is then part of its instructions."""
+    is_real = gl.expand_dims(is_value, 1) & gl.expand_dims(k < K, 0)
+    return is_real, gl.expand_dims(local_d * K, 1) + gl.expand_dims(k, 0)
+
+
+@gluon.jit
 def _end_key_head(  # type: ignore[no-untyped-def]
     z, z_stride, norm_D, eps, o, out, key_head, rows, window, fold_at, conv_R3C, conv_stride, conv_SCX,
     T: gl.constexpr, V: gl.constexpr, REPEATS: gl.constexpr, D: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
@@ -619,32 +642,6 @@ def _end_key_head(  # type: ignore[no-untyped-def]
         _fold_key_inputs(
             window, conv_R3C, conv_stride, conv_SCX, b, key_head, V // REPEATS, K, C, CAPACITY, BLOCK_K, WARPS
         )
-
-
-@gluon.jit
-def _prepare_columns(  # type: ignore[no-untyped-def]
-    sources, after, head, begin_d, taps, raw, decay_terms, ring, num_columns, V: gl.constexpr, REPEATS: gl.constexpr,
-    D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, CAPACITY: gl.constexpr, BLOCK_T: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Put what every column needs into shared memory, and the window's entries but for their deltas into the ring.
-    Return where it is, as `_run_columns` takes it. taps, ring: (of q and k, of v), (keys, decays, inputs)."""
-    KEY_HEADS: gl.constexpr = V // REPEATS
-    ring_keys, ring_decays, inputs = ring
-    key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
-    value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
-    prepared = _prepare_keys(
-        sources, after, head // REPEATS, taps[0], key_rows, num_columns, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K,
-        WARPS,
-    )  # fmt: skip
-    is_first = begin_d == 0
-    _prepare_values(
-        sources, after, head, begin_d, taps[1], raw, decay_terms, value_rows, (ring_decays, inputs), is_first,
-        num_columns, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
-    )  # fmt: skip
-    if is_first & (head % REPEATS == 0):  # behind all loads, which would wait for a store of what is computed
-        _store_keys(prepared, ring_keys, inputs, KEY_HEADS, K, C)
-    return key_rows + value_rows
 
 
 @gluon.jit
@@ -666,18 +663,15 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     VALUES: gl.constexpr = gl.SliceLayout(1, _rows_layout(BLOCK_K, WARPS, 4, 8))
     b, head = gl.program_id(1).to(gl.int64), gl.program_id(0) // NUM_BLOCKS
     begin_d, key_head = gl.program_id(0) % NUM_BLOCKS * BLOCK_D, head // REPEATS
-    value_channel = 2 * KEY_HEADS * K + head * D + begin_d
-    taps, decay_terms = _load_weights(
+    value_channel, is_first = 2 * KEY_HEADS * K + head * D + begin_d, begin_d == 0
+    key_taps, value_taps, decay_terms = _load_weights(
         conv_C4, a_log_V, dt_bias_V, head, begin_d, KEY_HEADS, REPEATS, D, K, BLOCK_D, BLOCK_K, WARPS
     )
     if not EARLY:
         _await_previous(PDL)
 
-    read_row, fold_row = _wide(gl.load(read_row_B + b)), _wide(gl.load(fold_row_B + b))
-    read_length, slot = gl.load(read_length_B + b).to(gl.int32), _wide(gl.load(slot_B + b)) * CAPACITY
-    count = gl.maximum(gl.load(start_B + b).to(gl.int32) - read_length, 0)
-    fold_at, first = gl.load(fold_length_B + b).to(gl.int32) - read_length, _remainder(read_length, CAPACITY)
-
+    window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
+    read_row, fold_row, slot, read_length, count, fold_at, first = _load_window(window, start_B, b, CAPACITY)
     ring_keys, ring_decays = key_SCGK + slot * (KEY_HEADS * K), decay_SCV + slot * V + head
     ring_deltas, inputs = delta_SCVD + slot * (V * D) + head * D, conv_SCX + slot * C
     entries = _fetch_entries(
@@ -685,25 +679,28 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         KEY_HEADS, K, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
     local_d, k = gl.arange(0, BLOCK_D, layout=VALUES), gl.arange(0, BLOCK_K, layout=KEYS)
-    is_value, is_real = begin_d + local_d < D, gl.expand_dims(begin_d + local_d < D, 1) & gl.expand_dims(k < K, 0)
-    # Zero-based offsets of lanes, added last: what differs between a lane's elements is then part of its instructions.
-    lanes = gl.expand_dims(local_d * K, 1) + gl.expand_dims(k, 0)
+    is_value = begin_d + local_d < D
+    is_real, lanes = _tile_places(is_value, local_d, k, K)
     tile = ssm_RVDK + (head * D + begin_d) * K
     if EARLY:
-        if PDL:
-            _prefetch_tile(tile + read_row * ssm_stride, D - begin_d, K, BLOCK_D, WARPS)
+        _prefetch_tile(tile + read_row * ssm_stride, D - begin_d, K, BLOCK_D, WARPS, PDL)
         _await_previous(PDL)
     tile_DK = gl.load(tile + read_row * ssm_stride + lanes, mask=is_real, other=0.0)
-
     first_row, num_columns = _live_columns(b, first_B, count_B, T)
     x = projected_NP + first_row * x_stride
-    before = _last_inputs(count, first, conv_R3C + read_row * conv_stride, inputs, C, CAPACITY)
+    sources = (x, x_stride, _last_inputs(count, first, conv_R3C + read_row * conv_stride, inputs, C, CAPACITY))
+    key_rows = (_shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1))
+    value_rows = (_shared(BLOCK_T, BLOCK_D), _shared(BLOCK_T, 1), _shared(BLOCK_T, 1))
     after = _entry(first, count, CAPACITY)
-    rows = _prepare_columns(
-        (x, x_stride, before), after, head, begin_d, taps, x + C + V * D + head, decay_terms,
-        (ring_keys, ring_decays, inputs), num_columns, V, REPEATS, D, K, C, CAPACITY, BLOCK_T, BLOCK_D, BLOCK_K, WARPS,
+    prepared = _prepare_keys(
+        sources, after, key_head, key_taps, key_rows, num_columns, KEY_HEADS, K, C, CAPACITY, BLOCK_T, BLOCK_K, WARPS
+    )
+    _prepare_values(
+        sources, after, head, begin_d, value_taps, x + C + V * D + head, decay_terms, value_rows,
+        (ring_decays, inputs), is_first, num_columns, V, 2 * KEY_HEADS * K, D, C, CAPACITY, BLOCK_T, BLOCK_D, WARPS,
     )  # fmt: skip
-    window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
+    if is_first & (head % REPEATS == 0):  # behind all loads, which would wait for a store of what is computed
+        _store_keys(prepared, ring_keys, inputs, KEY_HEADS, K, C)
     if fold_at > 0:
         _fold_value_inputs(
             window, conv_R3C, conv_stride, conv_SCX, b, value_channel, D - begin_d, C, CAPACITY, BLOCK_D, WARPS
@@ -715,7 +712,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     tile_DK, scale = _replayed(tile_DK, entries, length, count, fold_tile, fold_at, is_real, k, K, KEYS, VALUES)
     o, out = o_NVD + first_row * (V * D), out_NVD + first_row * (V * D)
     _run_columns(
-        tile_DK, scale, rows, length + count, o + (head * D + begin_d) + local_d,
+        tile_DK, scale, key_rows + value_rows, length + count, o + (head * D + begin_d) + local_d,
         ring_deltas + begin_d + local_d, after, is_value, num_columns, V, D, CAPACITY, KEYS, VALUES,
     )  # fmt: skip
 
