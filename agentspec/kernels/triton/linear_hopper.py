@@ -44,7 +44,7 @@ from agentspec.kernels.triton.launch import (
 from agentspec.kernels.triton.linear_plans import Plan
 from agentspec.kernels.triton.linear_tiles import E4M3_PAIR
 from agentspec.kernels.triton.machine import machine_of
-from agentspec.kernels.triton.norm_ahead import NormAhead
+from agentspec.kernels.triton.norm_ahead import NormAhead, norm_operands, to_fill
 from agentspec.kernels.triton.tensor_maps import reads_256_bytes
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
@@ -184,8 +184,8 @@ def _launch(
         weights,
         scales,
         residual_NO,
-        *((None, None, 0.0) if ahead is None else (ahead.squares_PN, len(ahead.squares_PN), ahead.norm.eps)),
-        *((None, None, None) if following is None else following.to_fill),
+        *norm_operands(None, ahead)[1:],
+        *to_fill(following),
         torch.empty(size, dtype=torch.float32, device=x_NK.device),
         arrival_counters(x_NK.device),
         num_tokens,

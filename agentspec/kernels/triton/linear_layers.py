@@ -40,7 +40,7 @@ from agentspec.kernels.triton.linear_kernels import (
 )
 from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan, plan_for
 from agentspec.kernels.triton.machine import shared_bytes
-from agentspec.kernels.triton.norm_ahead import LEAST_AHEAD, NormAhead, ahead_of, attach
+from agentspec.kernels.triton.norm_ahead import LEAST_AHEAD, NormAhead, ahead_of, attach, norm_operands, to_fill
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import BlockScaled, Plain, RowScaled, Weight
 
@@ -261,9 +261,9 @@ def _launch_linear(
         x_NH.stride(0),
         *_operands(plan, weight_OH),
         extra_EH,
-        *_norm_arguments(norm, ahead),
+        *norm_operands(norm, ahead),
         residual_NO,
-        *((None, None, None) if following is None else following.to_fill),
+        *to_fill(following),
         partial,
         arrivals,
         num_tokens,
@@ -298,7 +298,7 @@ def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weig
         x_NH,
         x_NH.stride(0),
         *_operands(plan, gate_up_2IH),
-        *_norm_arguments(norm, ahead),
+        *norm_operands(norm, ahead),
         num_tokens,
         width,
         depth,
@@ -316,15 +316,6 @@ def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, No
         return x_NH, norm, None
     ahead = ahead_of(x_NH, norm)
     return (rms_norm(x_NH, norm), None, None) if ahead is None else (ahead.gained_NH, None, ahead)
-
-
-def _norm_arguments(
-    norm: Norm | None, ahead: NormAhead | None
-) -> tuple[Tensor | None, Tensor | None, int | None, float]:
-    """(norm_ptr, squares_ptr, num_parts, eps) of the kernels."""
-    if ahead is not None:
-        return None, ahead.squares_PN, len(ahead.squares_PN), ahead.norm.eps
-    return (None, None, None, 0.0) if norm is None else (norm.weight, None, None, norm.eps)
 
 
 def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:

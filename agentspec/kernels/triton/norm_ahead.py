@@ -40,14 +40,24 @@ class NormAhead:
         return cls(norm, torch.empty_like(like_NH), squares)
 
     @property
-    def to_fill(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(gain, x * gain, squares) for the kernel of the sum."""
-        return self.norm.weight, self.gained_NH, self.squares_PN
-
-    @property
     def padded_parts(self) -> int:
         """A power of two."""
         return 1 << (len(self.squares_PN) - 1).bit_length()
+
+
+def norm_operands(norm: Norm | None, ahead: NormAhead | None) -> tuple[Tensor | None, Tensor | None, int | None, float]:
+    """(weight, sums of squares, their parts, eps) for a product's kernel: it applies the norm itself, or the factor of
+    one that a sum has left, or neither."""
+    if ahead is not None:
+        return None, ahead.squares_PN, len(ahead.squares_PN), ahead.norm.eps
+    return (None, None, None, 0.0) if norm is None else (norm.weight, None, None, norm.eps)
+
+
+def to_fill(following: NormAhead | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(weight, x * gain, sums of squares) for a sum's kernel."""
+    if following is None:
+        return None, None, None
+    return following.norm.weight, following.gained_NH, following.squares_PN
 
 
 def attach(x_NH: Tensor, ahead: NormAhead | None) -> Tensor:
