@@ -12,7 +12,8 @@ third launch adds up the partials of every row, in order, and applies the gate. 
 attention_fp8.py's.
 
 The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head
-g * SHARES + s of column t. Programs of the second launch find out what to do while the first one runs.
+g * SHARES + s of column t. Programs of the second launch find out what to do, and ask for their first keys and values,
+while the first one runs; those of the third find out theirs while the second one runs.
 
 An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros.
 Scores are in powers of two. A slot's sums are split at places that depend on the whole batch's lengths, so its
@@ -40,6 +41,7 @@ from agentspec.kernels.triton import attention_fp8
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, machine_of, shared_bytes
+from agentspec.kernels.triton.prefetch import CAN_PREFETCH, LINE_BYTES, prefetch
 from agentspec.kernels.triton.shares import owner_of, share_of
 
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
@@ -53,6 +55,8 @@ _MAX_ROWS = 64
 per head, each of which reads the keys."""
 _COMBINE_TILE = 4096
 """Elements of partials that a program of the third launch loads at once."""
+_PREFETCHED_UNITS = tl.constexpr(2)
+"""Units that a program asks for while the first launch runs. With one or four, steps of 16 slots take longer."""
 _INTERPRETED_PROGRAMS = 5
 """Under the interpreter: few enough that a program has several tasks, and a task several programs."""
 
@@ -281,7 +285,7 @@ def _attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
 def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:
     """Return (partials, dimensions) of the third launch's tiles: all partials of a row at once if the tasks have
     equal lengths."""
-    partials = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
+    partials = min(128, max(8, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
     return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
 
 
@@ -485,6 +489,25 @@ def _attend_run(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _prefetch_units(  # type: ignore[no-untyped-def]
+    kv_head, pages_P, first_unit, num_units, G: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr
+):  # fmt: skip
+    """Ask for keys and values of the first units of a run to be in L2. Those of the window may still be written; they
+    are only read later."""
+    if CAN_PREFETCH:
+        ELEMENTS: tl.constexpr = LINE_BYTES // (kv_head.dtype.element_ty.primitive_bitwidth // 8)
+        unit = first_unit + tl.minimum(tl.arange(0, _PREFETCHED_UNITS), num_units - 1)
+        page = tl.load(pages_P + unit // (PAGE // BLOCK_S)).to(tl.int64)
+        first = page * (2 * PAGE) + unit % (PAGE // BLOCK_S) * BLOCK_S
+        line = tl.arange(0, triton.next_power_of_2(triton.cdiv(D, ELEMENTS)))
+        token = (first[:, None] + tl.arange(0, BLOCK_S)[None, :]) * (G * D)
+        at = kv_head + token[:, :, None] + tl.minimum(line * ELEMENTS, D - 1)[None, None, :]
+        prefetch(at)
+        prefetch(at + PAGE * G * D)
+
+
+@triton.jit
 def _prepare(  # type: ignore[no-untyped-def]
     projected_NP, row_stride, q_norm_D, q_eps, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD, exponent_P2GS, page_table_BP,
     num_pages, start_B, first_B, count_B, queries_BGMD, T: tl.constexpr, G: tl.constexpr, SHARES: tl.constexpr,
@@ -497,9 +520,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     release_next(PDL)
     part, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pages_P = page_table_BP + b.to(tl.int64) * num_pages
-    if tl.load(pages_P) != _SCRATCH_PAGE:
-        start = tl.load(start_B + b).to(tl.int32)
-        first, num_columns = _live_columns(b, first_B, count_B, T)
+    # Loaded together: one after the other they would take two latencies.
+    first_page, start = tl.load(pages_P), tl.load(start_B + b).to(tl.int32)
+    first, num_columns = _live_columns(b, first_B, count_B, T)
+    if first_page != _SCRATCH_PAGE:
         window = projected_NP + first * row_stride
         if part == 0:
             keys = window + (2 * G * SHARES + g) * D
@@ -533,6 +557,13 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.sum(all_units_B, axis=0)
     program = tl.program_id(0)
     position, end = share_of(program, tl.minimum(tl.num_programs(0), total), total)
+    if position < end:
+        b, g, _, first_unit, num_units = _locate(
+            position, units_B, all_units_B, count_B, BLOCK_B, SHARES, BLOCK_M, ROW_BLOCKS
+        )
+        pages_P = page_table_BP + b.to(tl.int64) * num_pages
+        run = tl.minimum(num_units - first_unit, end - position)
+        _prefetch_units(kv_P2SGD + g * D, pages_P, first_unit, run, G, D, BLOCK_S, PAGE)
     await_previous(PDL)
     while position < end:
         b, g, row_block, first_unit, num_units = _locate(
@@ -608,9 +639,9 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n * Q + h, i) computes block i of the dimensions of head h of token n."""
+    """Program (n * Q + h, i) computes block i of the dimensions of head h of token n. Partials are the previous
+    kernel's results; all else is older than the first launch, which releases the second one after its wait."""
     release_next(PDL)
-    await_previous(PDL)
     n = tl.program_id(0) // (G * SHARES)
     h = tl.program_id(0) % (G * SHARES)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -639,6 +670,7 @@ def _combine(  # type: ignore[no-untyped-def]
     first = owner_of(first_unit, num_programs, total)
     end = tl.where(num_units > 0, owner_of(first_unit + num_units - 1, num_programs, total) + 1, first)
     num_partials = max_programs + num_slots * (G * ROW_BLOCKS)
+    await_previous(PDL)
     largest = tl.full((), float("-inf"), tl.float32)
     exponentials = tl.zeros((), tl.float32)
     values = tl.zeros((BLOCK_D,), tl.float32)

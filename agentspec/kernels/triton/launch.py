@@ -3,10 +3,10 @@
 A kernel may be resident, and fetch weights, while its predecessor still runs. The rule that makes this safe: every
 program of every kernel calls `await_previous` once, before its first access to anything but weights. Since a kernel
 ends only when each of its programs has passed that call, completion is transitive: everything that earlier kernels
-wrote is visible after it. One exception may be read before the call: the results of the kernel before the previous
-one, if the previous one calls `release_next` only after `await_previous`. Then this kernel does not start before those
-results are complete. Another one may be, too: what was written before an ordinary launch (as torch's are) that lies
-between, because that starts when everything before it has ended (gated_delta_ring.py, `reads_early`).
+wrote is visible after it. Two exceptions may be read before the call. The first are the results from before a kernel
+that calls `release_next` only after `await_previous`: they are complete before the next kernel starts, and so for all
+kernels behind that one. The second is what was written before an ordinary launch (as torch's are) that lies between,
+because that starts when everything before it has ended (gated_delta_ring.py, `reads_early`).
 
 The time of `release_next` affects speed only. Every kernel calls it at the latest when its tail begins; small kernels
 call it first.

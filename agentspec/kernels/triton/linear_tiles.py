@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.triton.prefetch import CAN_PREFETCH, LINE_BYTES, prefetch
 from agentspec.kernels.weights import SCALE_BLOCK
 
-CAN_PREFETCH: tl.constexpr = tl.constexpr(not INTERPRETED)
 HAS_PTX: tl.constexpr = tl.constexpr(not INTERPRETED)
-LINE_BYTES: tl.constexpr = tl.constexpr(128)
 SCALE_COLUMNS: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 
 
@@ -46,18 +45,7 @@ def prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O: tl.constexpr, BL
     ELEMENTS: tl.constexpr = LINE_BYTES // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = (BLOCK_K // PER_ELEMENT + ELEMENTS - 1) // ELEMENTS
     k = step * (BLOCK_K // PER_ELEMENT) + tl.arange(0, LINES) * ELEMENTS
-    addresses = (weight_rows[:, None] + k[None, :]).to(tl.int64, bitcast=True)
-    wanted = ((step < num_steps) & (k < depth // PER_ELEMENT)).to(tl.int32)[None, :] + tl.zeros(
-        (BLOCK_O, LINES), tl.int32
-    )
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, wanted],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight_rows[:, None] + k[None, :], ((step < num_steps) & (k < depth // PER_ELEMENT))[None, :])
 
 
 @triton.jit
