@@ -223,8 +223,8 @@ class Backend(Protocol):
 
         live: the rows of `projected`, and so which columns there are; None: all. A dead row's output is zeros.
 
-        reads_early: the window, and what it reads of the pools, may be read while the kernels before this one still
-        run: whatever wrote that had ended before one of them began."""
+        reads_early: the window, and what it touches of the pools, may be read and stored while the kernels before this
+        one still run: none of them touches that, and whatever wrote it had ended before one of them began."""
 
     def fold_hidden(self, hidden_RH: Tensor, hidden_SCH: Tensor, window: RingWindow) -> None:
         """For slots with rings: store the hidden of the last token before the fold length to the fold row, in place.

@@ -72,8 +72,8 @@ class GatedDeltaNet:
             windows.read_row_B,
             windows.ring,
             windows.live,
-            # A pass begins with an embedding of torch's, which starts when all before it has ended, and of what this
-            # reads nothing is written in the pass but by this.
+            # A pass begins with an embedding of torch's, which starts when all before it has ended, and what this
+            # touches of the pools nothing else in the pass does.
             reads_early=True,
         )
 

@@ -12,6 +12,7 @@ from agentspec.kernels.triton import (
     attention_fp8,
     four_bit_experts,
     four_bit_layers,
+    gated_delta_columns,
     gated_delta_ring,
     grouped_four_bit_hopper,
 )
@@ -37,7 +38,9 @@ def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             make_quick(patch)
-            patch.setattr(gated_delta_ring, "_gated_delta_ring_step", interpreted_ring_step())
+            prepare_columns, ring_step = interpreted_ring_step()
+            patch.setattr(gated_delta_columns, "_prepare_columns", prepare_columns)
+            patch.setattr(gated_delta_ring, "_gated_delta_ring_step", ring_step)
             patch.setattr(attention_fp8, "attend_fp8", interpreted_fp8_attention())
             patch.setattr(four_bit_layers, "four_bit_kernel", interpreted_four_bit())
             gate_up, down = interpreted_four_bit_experts()

@@ -1,7 +1,7 @@
-"""Runs Gluon's kernels prefill_attention_hopper.py, attention_fp8.py, gated_delta_ring.py, linear_four_bit.py,
-experts_four_bit.py and grouped_four_bit_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory,
-barriers, copies and matrix units are replaced by plain operations, which also check the synchronization whose absence a
-GPU would not report.
+"""Runs Gluon's kernels prefill_attention_hopper.py, attention_fp8.py, gated_delta_columns.py, gated_delta_ring.py,
+linear_four_bit.py, experts_four_bit.py and grouped_four_bit_hopper.py in Triton's interpreter, which does not support
+Gluon. Shared memory, barriers, copies and matrix units are replaced by plain operations, which also check the
+synchronization whose absence a GPU would not report.
 
 A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
 only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
@@ -27,11 +27,26 @@ from agentspec.kernels.four_bit_tiles import E2M1_BITS, E5M3_BIAS
 from agentspec.kernels.triton import (
     attention_fp8,
     experts_four_bit,
+    gated_delta_columns,
     gated_delta_ring,
     grouped_four_bit_hopper,
     linear_four_bit,
     prefill_attention_hopper,
 )
+
+COLUMNS_OF_A_WINDOW = (
+    "by_ptx",
+    "column_places",
+    "entry_place",
+    "float32",
+    "live_columns",
+    "load_window",
+    "one_and_exp",
+    "remainder",
+    "rows_layout",
+    "wide",
+)
+"""What the ring's kernel calls of gated_delta_columns.py."""
 
 
 class _Buffer:
@@ -312,16 +327,19 @@ def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, A
     return copy.__dict__
 
 
-def interpreted_ring_step() -> Any:
-    """The kernel of gated_delta_ring.py."""
+def interpreted_ring_step() -> tuple[Any, Any]:
+    """The kernels of gated_delta_columns.py and gated_delta_ring.py."""
 
     def allocate(dtype: object, shape: list[int], layout: object) -> _Shared:
         assert dtype == tl.float32
         return _Shared(np.full(shape, np.nan, np.float32))
 
+    columns = _interpreted(gated_delta_columns, allocate)
     names = _interpreted(gated_delta_ring, allocate, async_copy=_Copies())
-    names["_barrier"] = lambda: None
-    return _Kernel(names["_gated_delta_ring_step"])
+    names.update({name: columns[name] for name in COLUMNS_OF_A_WINDOW})
+    for module in (columns, names):
+        module["_barrier"] = lambda: None
+    return _Kernel(columns["_prepare_columns"]), _Kernel(names["_gated_delta_ring_step"])
 
 
 class _Tile:
