@@ -55,7 +55,14 @@ class Case:
                 self.projected_NP, self.weights, ssm_RVDK, conv_R3C, self.read_row_B, self.write_rows_BT
             )
         return backend.gated_delta_ring_step(  # type: ignore[no-any-return]
-            self.projected_NP, self.weights, ssm_RVDK, conv_R3C, self.rings[layer], self.read_row_B, self.window
+            self.projected_NP,
+            self.weights,
+            ssm_RVDK,
+            conv_R3C,
+            self.rings[layer],
+            self.read_row_B,
+            self.window,
+            reads_early=True,  # as in steps: no other launch touches a layer's memory
         )
 
     def check(self, backend: Any) -> None:

@@ -2,7 +2,7 @@
 Gluon. The launch before that of gated_delta_ring.py, whose programs read the state and replay its entries meanwhile.
 
 A program has a key head or a value head of one slot. It convolves the window's inputs behind those of the last three
-tokens, norms queries and keys, stores what the columns need to a buffer, and the entries' keys, decays and inputs to
+tokens, norms queries and keys, and stores what columns need in a buffer, and the entries' keys, decays and inputs in
 the ring. Where the slot folds, it also stores the convolution's inputs before the fold length to the fold row. That may
 be the read row: no other program reads its heads' channels.
 
