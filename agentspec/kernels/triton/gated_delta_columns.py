@@ -28,6 +28,7 @@ from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 
+WindowOperands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _NUM_WARPS = 4
 _L2_EPS = gl.constexpr(L2_EPS.value)
 _INTERPRETED = gl.constexpr(INTERPRETED)
@@ -43,20 +44,15 @@ def prepare_columns(
     weights: DeltaWeights,
     conv_R3C: Tensor,
     ring: DeltaRing,
-    read_row_B: Tensor,
-    window: RingWindow,
-    live: LiveColumns | None,
-    *,
-    value_dim: int,
-    reads_early: bool,
+    windows: WindowOperands,
+    shapes: dict[str, int],
 ) -> Tensor:
-    """float32 [B, T, X]. Arguments as of `gated_delta_ring_step`."""
-    num_slots, num_columns = window.entries_BT.shape
-    capacity, num_key_heads, key_dim = ring.key_SCGK.shape[1:]
-    num_heads = ring.decay_SCV.shape[2]
-    width = column_width(num_key_heads, key_dim, num_heads, value_dim)
-    columns_BTX = torch.empty(num_slots, num_columns, width, dtype=torch.float32, device=projected_NP.device)
-    _prepare_columns[(num_key_heads + num_heads, num_slots)](
+    """float32 [B, T, X]. windows: `window_operands`. shapes: `window_shapes`. The rest as of
+    `gated_delta_ring_step`."""
+    num_slots, num_heads = len(windows[0]), shapes["V"]
+    sizes = num_slots, shapes["T"], shapes["X"]
+    columns_BTX = torch.empty(sizes, dtype=torch.float32, device=projected_NP.device)
+    _prepare_columns[(num_heads // shapes["REPEATS"] + num_heads, num_slots)](
         projected_NP,
         projected_NP.stride(0),
         weights.conv_C4,
@@ -67,6 +63,20 @@ def prepare_columns(
         ring.key_SCGK,
         ring.decay_SCV,
         ring.conv_SCX,
+        *windows,
+        columns_BTX,
+        BLOCK_D=triton.next_power_of_2(shapes["D"]),
+        WARPS=_NUM_WARPS,
+        num_warps=_NUM_WARPS,
+        **shapes,
+        **overlapped(),
+    )
+    return columns_BTX
+
+
+def window_operands(read_row_B: Tensor, window: RingWindow, live: LiveColumns | None) -> WindowOperands:
+    """What both launches read of a step's windows, in the order of their parameters."""
+    return (
         read_row_B,
         window.slot_B,
         window.start_B,
@@ -74,29 +84,33 @@ def prepare_columns(
         window.fold_length_B,
         window.fold_row_B,
         *((None, None) if live is None else (live.first_B, live.count_B)),
-        columns_BTX,
-        CAPACITY=capacity,
-        T=num_columns,
-        V=num_heads,
-        REPEATS=num_heads // num_key_heads,
-        D=value_dim,
-        K=key_dim,
-        X=width,
-        EARLY=reads_early,
-        BLOCK_T=triton.next_power_of_2(num_columns),
-        BLOCK_D=triton.next_power_of_2(value_dim),
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        WARPS=_NUM_WARPS,
-        num_warps=_NUM_WARPS,
-        **overlapped(),
     )
-    return columns_BTX
 
 
-def column_width(num_key_heads: int, key_dim: int, num_heads: int, value_dim: int) -> int:
-    """X, padded so that every column begins at a multiple of 64 bytes."""
+def window_shapes(
+    *,
+    capacity: int,
+    num_columns: int,
+    num_heads: int,
+    num_key_heads: int,
+    value_dim: int,
+    key_dim: int,
+    reads_early: bool,
+) -> dict[str, int]:
+    """Constants of both launches. capacity: of a ring, in entries."""
     elements = num_key_heads * (2 * key_dim + 1) + num_heads * (value_dim + 2)
-    return -(-elements // 16) * 16
+    return {
+        "CAPACITY": capacity,
+        "T": num_columns,
+        "V": num_heads,
+        "REPEATS": num_heads // num_key_heads,
+        "D": value_dim,
+        "K": key_dim,
+        "X": -(-elements // 16) * 16,  # so that every column begins at a multiple of 64 bytes
+        "EARLY": reads_early,
+        "BLOCK_T": triton.next_power_of_2(num_columns),
+        "BLOCK_K": triton.next_power_of_2(key_dim),
+    }
 
 
 @gluon.constexpr_function

@@ -50,6 +50,8 @@ from agentspec.kernels.triton.gated_delta_columns import (
     remainder,
     rows_layout,
     wide,
+    window_operands,
+    window_shapes,
 )
 from agentspec.kernels.triton.launch import (
     INTERPRETED,
@@ -130,13 +132,20 @@ def gated_delta_ring_step(
     device = projected_NP.device
     o_NVD = torch.empty(num_tokens, num_values, dtype=torch.float32, device=device)
     out = torch.empty(num_tokens, num_values, dtype=projected_NP.dtype, device=device)
+    windows = window_operands(read_row_B, window, live)
+    shapes = window_shapes(
+        capacity=capacity,
+        num_columns=num_columns,
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        value_dim=value_dim,
+        key_dim=key_dim,
+        reads_early=reads_early,
+    )
+    columns_BTX = prepare_columns(projected_NP, weights, conv_R3C, ring, windows, shapes)
     tiling = tiling_of(num_columns, num_slots * num_heads)
     block_d = min(tiling.block_d, triton.next_power_of_2(value_dim))
-    block_k = triton.next_power_of_2(key_dim)
-    num_warps = max(1, block_d * block_k // (32 * tiling.lane_elements))
-    columns_BTX = prepare_columns(
-        projected_NP, weights, conv_R3C, ring, read_row_B, window, live, value_dim=value_dim, reads_early=reads_early
-    )
+    num_warps = max(1, block_d * shapes["BLOCK_K"] // (32 * tiling.lane_elements))
     _gated_delta_ring_step[(num_heads * triton.cdiv(value_dim, block_d), num_slots)](
         projected_NP[:, num_channels:],
         projected_NP.stride(0),
@@ -148,34 +157,19 @@ def gated_delta_ring_step(
         ring.key_SCGK,
         ring.delta_SCVD,
         ring.decay_SCV,
-        read_row_B,
-        window.slot_B,
-        window.start_B,
-        window.read_length_B,
-        window.fold_length_B,
-        window.fold_row_B,
-        *((None, None) if live is None else (live.first_B, live.count_B)),
+        *windows,
         num_tokens,
         o_NVD,
         out,
         arrival_counters(device),
-        CAPACITY=capacity,
-        X=columns_BTX.shape[2],
         ENTRY_CHUNKS=entry_chunks(capacity, num_columns),
-        T=num_columns,
-        V=num_heads,
-        REPEATS=num_heads // num_key_heads,
-        D=value_dim,
-        K=key_dim,
         IS_SILU=weights.gate == "silu",
-        EARLY=reads_early,
-        BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_D=block_d,
-        BLOCK_K=block_k,
         BLOCK_ROWS=min(_MAX_ROWS, triton.next_power_of_2(num_columns * num_heads // num_key_heads)),
         WARPS=num_warps,
         num_warps=num_warps,
         maxnreg=tiling.max_registers,
+        **shapes,
         **overlapped(),
     )
     state_traffic.rows_read += num_slots

@@ -11,19 +11,16 @@ from tests.kernels.triton.compile_case import ELSEWHERE, CompileCase, on_targets
 INTEGERS = ("read_row_B", "slot_B", "start_B", "read_length_B", "fold_length_B", "fold_row_B")
 
 
-def _shapes(num_columns: int, value_heads: int, key_heads: int, head_dim: int) -> dict[str, object]:
-    return {
-        "CAPACITY": RingShape.of(num_columns).capacity,
-        "T": num_columns,
-        "V": value_heads,
-        "REPEATS": value_heads // key_heads,
-        "D": head_dim,
-        "K": head_dim,
-        "X": gated_delta_columns.column_width(key_heads, head_dim, value_heads, head_dim),
-        "EARLY": True,
-        "BLOCK_T": triton.next_power_of_2(num_columns),
-        "BLOCK_K": head_dim,
-    }
+def _shapes(num_columns: int, value_heads: int, key_heads: int, head_dim: int) -> dict[str, int]:
+    return gated_delta_columns.window_shapes(
+        capacity=RingShape.of(num_columns).capacity,
+        num_columns=num_columns,
+        num_heads=value_heads,
+        num_key_heads=key_heads,
+        value_dim=head_dim,
+        key_dim=head_dim,
+        reads_early=True,
+    )
 
 
 def _columns_case(
