@@ -89,12 +89,22 @@ class StepModel(Protocol):
         """`prefill` and `verify` in one forward: (hidden_NH, hidden_BTH). Neither may write a row or page that the
         other reads."""
 
-    def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+    def mtp(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        page_table_BP: Tensor,
+        *,
+        last_B: Tensor | None = None,
+    ) -> Tensor:
         """MTP layer over pairs: column t pairs hidden_BTH[:, t] (of the previous token) with tokens_BT[:, t] at
         position start+t.
 
         Writes MTP K/V at positions start..start+T-1, attends to positions 1..start+t. Returns m_BTH, after mtp.norm:
-        the input of `draft_head`, and the hidden to pair with the drafted token at the next position."""
+        the input of `draft_head`, and the hidden to pair with the drafted token at the next position.
+
+        last_B: int64; return only this column of each slot, m_B1H. The layer then runs its FFN for no other."""
 
     def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
         """MTP K/V for every prompt token of the batch: previous_NH[n] is the hidden of the token before token n in its

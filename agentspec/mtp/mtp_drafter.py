@@ -28,10 +28,11 @@ class MtpDrafter:
         return (DraftSource.MTP,) * num_drafted
 
     def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
-        m_BTH = self._model.mtp(window.tokens_BT, window.hidden_BTH, window.start_B, window.page_table_BP)
+        m_B1H = self._model.mtp(
+            window.tokens_BT, window.hidden_BTH, window.start_B, window.page_table_BP, last_B=window.last_B
+        )
         if num_drafted == 0:
             return window.tokens_BT[:, :0]
-        m_B1H = m_BTH.gather(1, window.last_B[:, None, None].expand(-1, 1, m_BTH.shape[2]))
         position_B = window.start_B + window.last_B
         drafts = [self._model.draft_head(m_B1H)]
         for step in range(1, num_drafted):

@@ -274,7 +274,15 @@ class HashChainModel:
         hidden_BTH = self.verify(windows)
         return self.prefill(prompts), hidden_BTH
 
-    def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+    def mtp(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        page_table_BP: Tensor,
+        *,
+        last_B: Tensor | None = None,
+    ) -> Tensor:
         position_BT = start_B[:, None] + self._position[: tokens_BT.shape[1]]
         token_BT = self._of_token.take(tokens_BT)
         h_BT, c_BT = hidden_BTH.unbind(2)
@@ -283,7 +291,8 @@ class HashChainModel:
         self._write_pages(self.mtp_PS, page_table_BP, position_BT, pair_BT)
         c_BT = c_BT + pair_BT
         wrong_BT = before_B1 + pair_BT.cumsum(1) - c_BT
-        return torch.stack((h_BT + token_BT * self._of_both.take(position_BT) + wrong_BT, c_BT), dim=2)
+        m_BT2 = torch.stack((h_BT + token_BT * self._of_both.take(position_BT) + wrong_BT, c_BT), dim=2)
+        return m_BT2 if last_B is None else m_BT2.gather(1, last_B[:, None, None].expand(-1, 1, 2))
 
     def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
         pair_N = previous_NH[:, 0] * self._of_token.take(batch.token_ids_N) + self._of_position.take(batch.position_N)

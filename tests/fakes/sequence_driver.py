@@ -151,14 +151,18 @@ class Driver:
             self.model.mtp_prefill(self._batch([run]), previous)
             start += len(chunk)
 
-    def mtp(self, tokens: Sequence[int], hidden_TH: Tensor, start: int, *, which: int = 0) -> Tensor:
-        """m_TH of pairs (hidden of position start-1+t, tokens[t]) beside one inert slot."""
+    def mtp(
+        self, tokens: Sequence[int], hidden_TH: Tensor, start: int, *, which: int = 0, last: int | None = None
+    ) -> Tensor:
+        """m_TH of pairs (hidden of position start-1+t, tokens[t]) beside one inert slot; of column `last` alone if
+        there is one."""
         pages = self.sequences[which].pages
         m_BTH = self.model.mtp(
             self._tensor([list(tokens), [0] * len(tokens)]),
             torch.stack([hidden_TH, torch.zeros_like(hidden_TH)]),
             self._tensor([start, 0]),
             self._tensor([pages, [SCRATCH_PAGE] * len(pages)], torch.int32),
+            last_B=None if last is None else self._tensor([last, 0]),
         )
         return m_BTH[0]
 

@@ -137,6 +137,19 @@ def test_mtp_window_overwrites_rejected_drafts(model: Qwen3_5Model, reference: R
     assert relative_error(m, reference.mtp_hidden[8:12]) < TOLERANCE
 
 
+@pytest.mark.parametrize("last", range(4))
+def test_mtp_of_one_column_is_that_of_the_whole_window(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int], last: int
+) -> None:
+    driver = Driver(model)
+    hidden = driver.prefill(prompt)
+    driver.mtp_prefill(prompt[:100], hidden)
+    m = driver.mtp(prompt[100:104], hidden[99:103], 100, last=last)
+    assert relative_error(m, reference.mtp_hidden[99 + last : 100 + last]) < TOLERANCE
+    after = driver.mtp(prompt[104:106], hidden[103:105], 104)  # reads the keys and values of all four
+    assert relative_error(after, reference.mtp_hidden[103:105]) < TOLERANCE
+
+
 def test_chained_mtp_equals_one_window(model: Qwen3_5Model, prompt: list[int]) -> None:
     """Drafting one token at a time equals one window over the same pairs."""
     driver = Driver(model)

@@ -300,9 +300,15 @@ class MetaModel:
         return torch.empty(*hidden.shape[:-1], self._vocab_size, device="meta")
 
     def mtp(
-        self, tokens_BT: torch.Tensor, hidden_BTH: torch.Tensor, start_B: torch.Tensor, page_table_BP: torch.Tensor
+        self,
+        tokens_BT: torch.Tensor,
+        hidden_BTH: torch.Tensor,
+        start_B: torch.Tensor,
+        page_table_BP: torch.Tensor,
+        *,
+        last_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.empty_like(hidden_BTH)
+        return torch.empty_like(hidden_BTH if last_B is None else hidden_BTH[:, :1])
 
     def draft_head(self, m: torch.Tensor) -> torch.Tensor:
         return torch.empty(m.shape[:-1], dtype=torch.int64, device="meta")
