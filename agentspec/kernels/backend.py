@@ -170,6 +170,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
 
+    def take_columns(self, x_NH: Tensor, y_NX: Tensor, column_B: Tensor) -> tuple[Tensor, Tensor]:
+        """One column of each slot's window, of two tensors of B windows of equal length: ([B, H], [B, X]).
+        column_B: int64."""
+
     def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
         the head is token o."""

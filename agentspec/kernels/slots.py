@@ -252,5 +252,8 @@ class Commit:
     """int64. Accepted drafts, after the cut at stop ids and the length limit; columns 0..num_accepted are emitted."""
     draft_start_B: Tensor
     """int64. Position of the first emitted token: window start + 1."""
+    later_TB: Tensor
+    """int64, as many rows as the window has columns. Row i: the position i tokens behind the last emitted one. Not
+    defined for an inert slot, but a position of its window."""
     outcome_BF: Tensor
     """int64, see OutcomeRows."""

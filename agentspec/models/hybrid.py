@@ -44,13 +44,13 @@ class DecoderLayer:
         # A mixture norms its input itself, while it scores the experts.
         self._norm_with_sum = self.post_norm if config.moe is None else None
 
-    def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore, rows_M: Tensor | None = None) -> Tensor:
-        """x plus the mixer's output; `core` runs between the mixer's projections. rows_M: of which tokens; None: of
-        all."""
+    def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore, column_B: Tensor | None = None) -> Tensor:
+        """x plus the mixer's output; `core` runs between the mixer's projections. column_B: of which column of each
+        slot's window; None: of all."""
         projected_NP = self.mixer.project(x_NH, self.input_norm)
         mixed_NX = core(self.mixer, projected_NP, memory)
-        if rows_M is not None:
-            x_NH, mixed_NX = x_NH.index_select(0, rows_M), mixed_NX.index_select(0, rows_M)
+        if column_B is not None:
+            x_NH, mixed_NX = self._ops.take_columns(x_NH, mixed_NX, column_B)
         return self._ops.add_linear(x_NH, mixed_NX, self.mixer.out_proj, self._norm_with_sum)
 
 
@@ -198,15 +198,12 @@ class HybridModel(ABC):
     ) -> Tensor:
         head = self._mtp_head()
         num_slots, num_columns = tokens_BT.shape
-        rows_B = None
-        if last_B is not None and num_columns > 1:
-            rows_B = last_B + torch.arange(0, num_slots * num_columns, num_columns, device=last_B.device)
         x_NH = head.join(tokens_BT.flatten(), self._embedding_VH, hidden_BTH.flatten(0, 1))
         x_NH = head.layer.mix(
             x_NH,
             self.pools.layers[-1],
             lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP),
-            rows_B,
+            last_B if num_columns > 1 else None,
         )
         x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm, head.norm)
         return self._ops.rms_norm(x_NH, head.norm).view(num_slots, -1, hidden_BTH.shape[2])

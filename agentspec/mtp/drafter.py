@@ -27,6 +27,8 @@ class VerifiedWindow:
     """int64. At least 1."""
     last_B: Tensor
     """int64. The last column that is part of the sequence."""
+    later_TB: Tensor
+    """int64. Row i: the position i tokens behind that of column `last_B`."""
     page_table_BP: Tensor
     """int32."""
 
@@ -39,7 +41,8 @@ class Drafter(Protocol):
         the host knows it."""
 
     def draft(self, window: VerifiedWindow, num_drafted: int) -> Tensor:
-        """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted].
+        """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted]; no more
+        than the window has columns.
 
         Also called with num_drafted 0, because a drafter may have its own state to update."""
 

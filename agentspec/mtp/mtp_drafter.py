@@ -33,9 +33,8 @@ class MtpDrafter:
         )
         if num_drafted == 0:
             return window.tokens_BT[:, :0]
-        position_B = window.start_B + window.last_B
         drafts = [self._model.draft_head(m_B1H)]
         for step in range(1, num_drafted):
-            m_B1H = self._model.mtp(drafts[-1], m_B1H, position_B + step, window.page_table_BP)
+            m_B1H = self._model.mtp(drafts[-1], m_B1H, window.later_TB[step], window.page_table_BP)
             drafts.append(self._model.draft_head(m_B1H))
         return torch.cat(drafts, dim=1)

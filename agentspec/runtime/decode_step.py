@@ -128,6 +128,7 @@ def decode_step(
         hidden_BTH=hidden_BTH,
         start_B=commit.draft_start_B,
         last_B=commit.num_accepted_B,
+        later_TB=commit.later_TB,
         page_table_BP=window.page_table_BP,
     )
     drafted_Bk = drafter.draft(verified, min(num_drafted, buffers.max_mtp_drafts))

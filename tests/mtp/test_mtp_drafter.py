@@ -38,6 +38,7 @@ def test_drafts_continue_accepted_columns(kept: int) -> None:
         hidden_BTH=torch.tensor([hiddens]),
         start_B=torch.tensor([4]),
         last_B=torch.tensor([kept]),
+        later_TB=torch.arange(4 + kept, 7 + kept)[:, None],
         page_table_BP=table,
     )
     drafts = MtpDrafter(model).draft(verified, 3)
@@ -55,6 +56,7 @@ def test_depth_zero_still_writes_mtp_window(monkeypatch: pytest.MonkeyPatch) -> 
         hidden_BTH=torch.tensor([[hidden_of(model, [9])]]),
         start_B=torch.tensor([1]),
         last_B=torch.tensor([0]),
+        later_TB=torch.tensor([[1]]),
         page_table_BP=torch.tensor([[2]], dtype=torch.int32),
     )
     drafts = MtpDrafter(model).draft(window, 0)
@@ -74,6 +76,7 @@ def test_null_drafter_drafts_nothing() -> None:
         hidden_BTH=torch.zeros(2, 2, 2),
         start_B=tokens[:, 0],
         last_B=tokens[:, 0],
+        later_TB=tokens,
         page_table_BP=tokens,
     )
     assert NullDrafter().draft(window, 0).shape == (2, 0)

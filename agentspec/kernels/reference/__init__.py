@@ -22,6 +22,7 @@ from agentspec.kernels.reference.fused import (
     pair_norms,
     rms_norm,
     store_keys_values,
+    take_columns,
 )
 from agentspec.kernels.reference.gated_delta_ring import fold_hidden, gated_delta_ring_step
 from agentspec.kernels.reference.hidden import save_hidden
@@ -58,4 +59,5 @@ __all__ = [
     "sample",
     "save_hidden",
     "store_keys_values",
+    "take_columns",
 ]

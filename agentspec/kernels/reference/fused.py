@@ -100,6 +100,12 @@ def pair_norms(
     )
 
 
+def take_columns(x_NH: Tensor, y_NX: Tensor, column_B: Tensor) -> tuple[Tensor, Tensor]:
+    num_slots = len(column_B)
+    row_B = torch.arange(num_slots, device=column_B.device) * (len(x_NH) // num_slots) + column_B
+    return x_NH[row_B], y_NX[row_B]
+
+
 def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     nearest_N = linear(x_NH, head_OH).argmax(-1)
     return nearest_N if ids_O is None else ids_O[nearest_N]

@@ -149,7 +149,12 @@ def commit_window(
     # In the order of OutcomeRows' columns.
     counts_B4 = torch.stack((num_emitted_B, verdict.num_accepted_B, num_offered_B, stop_B), dim=1) * active_B[:, None]
     outcome_BF = torch.cat((counts_B4, new_BF[:, :TOKENS], chosen_BT), dim=1)
-    return Commit(num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
+    return Commit(
+        num_accepted_B=verdict.num_accepted_B,
+        draft_start_B=start_B + 1,
+        later_TB=length_B + torch.arange(num_columns, device=length_B.device)[:, None],
+        outcome_BF=outcome_BF,
+    )
 
 
 def _num_offered(slot: SlotState[Tensor], num_columns: int, live: LiveColumns | None) -> Tensor:

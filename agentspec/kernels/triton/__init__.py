@@ -23,6 +23,7 @@ from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
 from agentspec.kernels.triton.sampling import argmax, sample
 from agentspec.kernels.triton.window import commit_window, force_acceptance, open_window, publish_drafts
+from agentspec.kernels.triton.window_columns import take_columns
 
 __all__ = [
     "add_experts",
@@ -54,6 +55,7 @@ __all__ = [
     "sample",
     "save_hidden",
     "store_keys_values",
+    "take_columns",
 ]
 
 compute_keys(__name__)

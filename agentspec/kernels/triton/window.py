@@ -159,6 +159,7 @@ def commit_window(
     commit = Commit(
         num_accepted_B=torch.empty(num_slots, dtype=torch.int64, device=device),
         draft_start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
+        later_TB=torch.empty(num_columns, num_slots, dtype=torch.int64, device=device),
         outcome_BF=torch.empty(num_slots, OutcomeRows.num_fields(num_columns), dtype=torch.int64, device=device),
     )
     _commit_window[(num_slots,)](
@@ -171,6 +172,7 @@ def commit_window(
         None if live is None else live.count_B,
         commit.num_accepted_B,
         commit.draft_start_B,
+        commit.later_TB,
         commit.outcome_BF,
         F=commit.outcome_BF.shape[1],
         T=num_columns,
@@ -383,6 +385,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
     count_B,
     num_accepted_B,
     draft_start_B,
+    later_TB,
     outcome_BF,
     F: tl.constexpr,
     T: tl.constexpr,
@@ -411,8 +414,10 @@ def _commit_window(  # type: ignore[no-untyped-def]
     num_offered = _num_offered(slot, count_B, b, T)
     num_matched = tl.min(tl.where((token_T == draft_T) & (t < num_offered), T - 1, t), axis=0).to(tl.int64)
     num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
-    tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
+    num_kept = tl.where(is_active, num_accepted, 0)
+    tl.store(num_accepted_B + b, num_kept)
     tl.store(draft_start_B + b, length + 1)
+    tl.store(later_TB + t * tl.num_programs(0) + b, length + 1 + num_kept + t, mask=t < T)
     outcome = outcome_BF + b * F
     i = tl.arange(0, _SCALARS)
     counts = tl.where(i == _NUM_ACCEPTED, num_accepted, tl.where(i == _NUM_OFFERED, num_offered, 0))

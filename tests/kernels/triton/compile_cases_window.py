@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
-from agentspec.kernels.triton import hidden, window
+from agentspec.kernels.triton import hidden, window, window_columns
 from agentspec.types import RingShape
 from tests.kernels.triton.compile_case import EVERYWHERE, CompileCase, on_targets
 
@@ -52,7 +52,9 @@ def commit_window(name: str, ring: RingShape | None, *, is_shared: bool = False)
         kernel=window._commit_window,
         signature={
             **SLOTS,
-            **dict.fromkeys(("limits_SF", "chosen_BT", "num_accepted_B", "draft_start_B", "outcome_BF"), "*i64"),
+            **dict.fromkeys(
+                ("limits_SF", "chosen_BT", "num_accepted_B", "draft_start_B", "later_TB", "outcome_BF"), "*i64"
+            ),
             "limits_stride": "i32",
         }
         | ({"count_B": "*i64"} if is_shared else {}),
@@ -91,6 +93,18 @@ CASES = on_targets(
             },
             constexprs={"CAPACITY": RingShape.of(8).capacity, "H": 5120, "BLOCK_H": 1024},
             multiples_of_16=("pool_stride",),
+            instructions=("ld.global.v4",),
+        ),
+        CompileCase(
+            name="take_columns 27B",
+            kernel=window_columns._take_columns,
+            signature={
+                **dict.fromkeys(("x_BH", "x_NH", "y_BX", "y_NX"), "*bf16"),
+                **dict.fromkeys(("x_stride", "y_stride"), "i32"),
+                "column_B": "*i64",
+            },
+            constexprs={"T": 4, "H": 5120, "X": 6144, "BLOCKS": 5, "BLOCK": 1024},
+            multiples_of_16=("x_stride", "y_stride"),
             instructions=("ld.global.v4",),
         ),
         CompileCase(

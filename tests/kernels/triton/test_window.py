@@ -187,6 +187,7 @@ def check_commit_window(
             commit.outcome_BF,
             commit.draft_start_B,
             commit.num_accepted_B * was_active_B,
+            commit.later_TB * was_active_B,
             forced_SF,
             tokens_BT,
         )
