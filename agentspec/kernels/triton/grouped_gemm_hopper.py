@@ -141,38 +141,31 @@ def _num_programs(device: torch.device) -> int:
 @gluon.jit
 def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
     """The fetching warp group: takes pieces, publishes their description, and loads every step of them into the next
-    free buffers. A piece without tokens marks the end."""
+    free buffers. A piece without tokens marks the end. Of gate and up, whose pieces have many steps, it finds out the
+    next piece between two steps, while the buffers are full."""
     x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, num_outputs, depth = operands
-    x_buffers, weight_buffers, facts, places, full, empty = shared
+    _x_buffers, _weight_buffers, facts, places, full, empty = shared
     rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     num_blocks = num_outputs // (_BLOCK_O if GATED else 2 * _BLOCK_O)
-    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
-    k = gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows))
+    num_steps = depth // _BLOCK_K
+    first_steps = num_steps // 2 if GATED else num_steps
     fact = gl.arange(0, 4, layout=four)
-    weight_bytes: gl.constexpr = 2 * _BLOCK_O * _BLOCK_K
     turn = num_tiles * 0
     piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    expert, first, count = _tile_of(tiles_ptr, piece // num_blocks, num_tiles)
+    low, high = _pairs_of(pairs_ptr, first, count, rows)
     while piece < num_tiles * num_blocks:
-        row = tiles_ptr + piece // num_blocks * _FIELDS
         block = piece % num_blocks
-        expert = gl.load(row + _EXPERT)
-        first = gl.load(row + _FIRST)
-        count = gl.load(row + _COUNT)
+        if GATED:
+            weight_row = expert * (2 * num_outputs) + block * _BLOCK_O
+            second_row = weight_row + num_outputs
+            low = low // top_k
+            high = high // top_k
+        else:
+            weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
+            second_row = weight_row + _BLOCK_O
         if count > 0:
-            # Places past the end repeat the last pair; their results are not stored.
-            low = gl.load(pairs_ptr + first + gl.minimum(m, count - 1))
-            high = gl.load(pairs_ptr + first + gl.minimum(m + _HALF_M, count - 1))
-            if GATED:
-                low = low // top_k
-                high = high // top_k
-                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-                high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-                weight_row = expert * (2 * num_outputs) + block * _BLOCK_O
-                second_row = weight_row + num_outputs
-            else:
-                weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
-                second_row = weight_row + _BLOCK_O
             stage = turn % _STAGES
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
             facts.index(stage).store(
@@ -181,29 +174,14 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
             places.index(2 * stage).store(low)
             places.index(2 * stage + 1).store(high)
             _barrier()
-            for step in range(depth // _BLOCK_K):
-                stage = turn % _STAGES
-                mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
-                ready = full.index(stage)
-                if GATED:
-                    mbarrier.expect(ready, weight_bytes)
-                elif count > _HALF_M:
-                    mbarrier.expect(ready, weight_bytes + 2 * _HALF_M * _BLOCK_K)
-                else:
-                    mbarrier.expect(ready, weight_bytes + _HALF_M * _BLOCK_K)
-                _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
-                _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
-                if GATED:
-                    _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
-                    if count > _HALF_M:
-                        _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
-                    async_copy.mbarrier_arrive(ready, increment_count=False)
-                else:
-                    _copy_block(x, [first, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
-                    if count > _HALF_M:
-                        _copy_block(x, [first + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
-                turn += 1
+        source = (x, x_stride, low, high, first, count, weights, weight_row, second_row)
+        turn = _fetch_steps(source, 0, first_steps, turn, shared, rows, GATED)
         piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+        next_expert, next_first, next_count = _tile_of(tiles_ptr, piece // num_blocks, num_tiles)
+        if GATED:
+            turn = _fetch_steps(source, first_steps, num_steps, turn, shared, rows, GATED)
+        expert, first, count = next_expert, next_first, next_count
+        low, high = _pairs_of(pairs_ptr, first, count, rows)
     stage = turn % _STAGES
     mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
     facts.index(stage).store(fact * 0)
@@ -215,6 +193,62 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
         # All programs have stopped taking pieces: reset the counters for the next kernel.
         gl.store(counters_ptr, 0)
         gl.store(counters_ptr + 1, 0)
+
+
+@gluon.jit
+def _tile_of(tiles_ptr, tile, num_tiles):  # type: ignore[no-untyped-def]
+    """Return (expert, first place, number of places) of a tile; behind the last one there are no places."""
+    row = tiles_ptr + tile * _FIELDS
+    is_tile = tile < num_tiles
+    expert = gl.load(row + _EXPERT, mask=is_tile, other=0)
+    first = gl.load(row + _FIRST, mask=is_tile, other=0)
+    return expert, first, gl.load(row + _COUNT, mask=is_tile, other=0)
+
+
+@gluon.jit
+def _pairs_of(pairs_ptr, first, count, rows: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the pairs of the places of both halves of a tile, [64] each. Places past the end repeat the last pair."""
+    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
+    has_any = m < gl.where(count > 0, _HALF_M, 0)
+    low = gl.load(pairs_ptr + first + gl.minimum(m, count - 1), mask=has_any, other=0)
+    return low, gl.load(pairs_ptr + first + gl.minimum(m + _HALF_M, count - 1), mask=has_any, other=0)
+
+
+@gluon.jit
+def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some steps of a piece. Return the turn behind them. Results of places past the end are not stored, so their
+    tokens are not loaded."""
+    x, x_stride, low, high, first, count, weights, weight_row, second_row = source
+    x_buffers, weight_buffers, _facts, _places, full, empty = shared
+    weight_bytes: gl.constexpr = 2 * _BLOCK_O * _BLOCK_K
+    m = gl.expand_dims(gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows)), 1)
+    k = gl.expand_dims(gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows)), 0)
+    if count > 0:
+        for step in range(begin, end):
+            stage = turn % _STAGES
+            mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
+            ready = full.index(stage)
+            if GATED:
+                mbarrier.expect(ready, weight_bytes)
+            elif count > _HALF_M:
+                mbarrier.expect(ready, weight_bytes + 2 * _HALF_M * _BLOCK_K)
+            else:
+                mbarrier.expect(ready, weight_bytes + _HALF_M * _BLOCK_K)
+            _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
+            _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
+            if GATED:
+                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + (k + step * _BLOCK_K)
+                _copy_rows(x_buffers.index(2 * stage), low_rows, mask=m + 0 * k < count)
+                if count > _HALF_M:
+                    high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + (k + step * _BLOCK_K)
+                    _copy_rows(x_buffers.index(2 * stage + 1), high_rows, mask=m + 0 * k < count - _HALF_M)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+            else:
+                _copy_block(x, [first, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
+                if count > _HALF_M:
+                    _copy_block(x, [first + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
+            turn += 1
+    return turn
 
 
 @gluon.jit
