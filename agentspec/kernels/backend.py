@@ -34,6 +34,11 @@ class Norm:
     weight: Tensor
     """[H]."""
     eps: float
+    product_OH: Weight | None = None
+    """The weight of the product that takes the normed x, for sums that prepare its input (`add_linear`'s next_norm);
+    None: no sum does."""
+    extra_EH: Tensor | None = None
+    """That product's rows in full precision, if it has such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,7 @@ class GatedAttention:
         )
         self.form = attention_form(config, self.weights.q_norm.weight.dtype, fp8=fp8_pages)
         self.qkv_proj = parameters.take_rows("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        self.in_projs: tuple[kernels.Weight, Tensor | None] = self.qkv_proj, None
         self.out_proj = parameters.take("o_proj.weight")
 
     def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:

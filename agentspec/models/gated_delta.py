@@ -38,11 +38,11 @@ class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         rows = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
-        self.in_proj, self.in_proj_ba = rows.append_full_precision(
+        self.in_projs = rows.append_full_precision(
             torch.cat([parameters.take_tensor(name) for name in ("in_proj_b.weight", "in_proj_a.weight")])
         )
-        """None where b and a are the last rows of `in_proj`. Separate where `in_proj` is quantised: write strength and
-        decay stay in full precision."""
+        """The second has the rows of b and a; None where they are the last rows of the first. Separate where that is
+        quantised: write strength and decay stay in full precision."""
         self.weights = kernels.DeltaWeights(
             conv_C4=parameters.take_tensor("conv1d.weight").squeeze(1),
             a_log_V=parameters.take_tensor("A_log"),
@@ -55,7 +55,7 @@ class GatedDeltaNet:
         self.out_proj = parameters.take("out_proj.weight")
 
     def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
-        return self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
+        return self._ops.norm_linear(x_NH, norm, *self.in_projs)
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
         ssm_RVDK, conv_R3C, *ring = memory

@@ -35,14 +35,22 @@ class DecoderLayer:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, mixer: Mixer) -> None:
         self._ops = ops
         self.mixer = mixer
-        self.input_norm = kernels.Norm(weight=parameters.take_tensor("input_layernorm.weight"), eps=config.rms_norm_eps)
-        self.post_norm = kernels.Norm(
-            weight=parameters.take_tensor("post_attention_layernorm.weight"), eps=config.rms_norm_eps
+        in_proj, in_proj_extra = mixer.in_projs
+        self.input_norm = kernels.Norm(
+            weight=parameters.take_tensor("input_layernorm.weight"),
+            eps=config.rms_norm_eps,
+            product_OH=in_proj,
+            extra_EH=in_proj_extra,
         )
         ffn = parameters.under("mlp.")
         self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
+        self.post_norm = kernels.Norm(
+            weight=parameters.take_tensor("post_attention_layernorm.weight"),
+            eps=config.rms_norm_eps,
+            product_OH=self.ffn.gate_up_proj if isinstance(self.ffn, SwiGLU) else None,
+        )
         # A mixture norms its input itself, while it scores the experts.
-        self._norm_with_sum = self.post_norm if config.moe is None else None
+        self._norm_with_sum = self.post_norm if isinstance(self.ffn, SwiGLU) else None
 
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore, column_B: Tensor | None = None) -> Tensor:
         """x plus the mixer's output; `core` runs between the mixer's projections. column_B: of which column of each

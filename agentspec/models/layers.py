@@ -27,6 +27,8 @@ class Mixer(Protocol):
 
     form: StateForm
     """Its state between calls; `memory` below has this form."""
+    in_projs: tuple[kernels.Weight, Tensor | None]
+    """Projection of the normed input, and its rows that stay in full precision where the others are quantised."""
     out_proj: kernels.Weight
     """Projection of the mixed values back to the residual stream."""
 

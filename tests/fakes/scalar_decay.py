@@ -44,8 +44,9 @@ class ScalarDecay:
         self._ops = ops
         self._heads = (config.num_value_heads, config.value_dim)
         self._keys = (config.num_key_heads, config.key_dim)
-        self.in_proj = parameters.take_rows(
-            "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"
+        self.in_projs: tuple[kernels.Weight, Tensor | None] = (
+            parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"),
+            None,
         )
         self.taps_2C = parameters.take_tensor("conv1d.weight")[:, 0, -2:].T
         self.a_log_V = parameters.take_tensor("A_log")
@@ -55,7 +56,7 @@ class ScalarDecay:
         self.form = decay_form(config, self.taps_2C.dtype)
 
     def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
-        return self._ops.norm_linear(x_NH, norm, self.in_proj)
+        return self._ops.norm_linear(x_NH, norm, *self.in_projs)
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
         rows_BT = windows.write_rows_BT

@@ -16,17 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.backend import MixtureWeights
+from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import grouped_four_bit_hopper, grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.four_bit_experts import in_plain
-from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.fp8_ffn import row_gain, row_tile, store_normed
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, takes_fp8
+from agentspec.kernels.triton.fp8_sums import room_for_tokens
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.linear_layers import library_product, swiglu
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, fitting_stages, has_fp8_units, shared_bytes
+from agentspec.kernels.triton.norm_ahead import attach
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain
 
 _SUM_BLOCK = 1024
@@ -42,6 +45,7 @@ def add_experts_prefill(
     expert_ids_NJ: Tensor,
     shared_gate_N: Tensor,
     weights: MixtureWeights,
+    next_norm: Norm | None = None,
 ) -> Tensor:
     """The residual plus its routed and its shared experts: [N, H], written over the residual, which must be
     contiguous.
@@ -51,6 +55,7 @@ def add_experts_prefill(
         weights_NJ: float32, contiguous: the weight of each chosen expert. expert_ids_NJ: int32, contiguous; the
             number of experts for those that aren't there.
         shared_gate_N: float32, contiguous: the shared expert's gate before the sigmoid.
+        next_norm: as of `add_parts`.
     """
     if len(residual_NH) == 0:
         return residual_NH
@@ -59,7 +64,7 @@ def add_experts_prefill(
     scaled = quantize_tokens(normed) if isinstance(normed, Tensor) and (routed_fp8 or shared_fp8) else normed
     parts_NJH = _routed_parts(scaled if routed_fp8 else normed, weights_NJ, expert_ids_NJ, weights, dtype)
     shared_NH = _shared_expert(scaled if shared_fp8 else normed, residual_NH, weights)
-    return add_parts(residual_NH, parts_NJH, shared_gate_N, shared_NH)
+    return add_parts(residual_NH, parts_NJH, shared_gate_N, shared_NH, next_norm)
 
 
 def takes_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
@@ -164,26 +169,30 @@ def _fitting(plan: GroupedPlan, rows: int, is_scaled: bool, dtype: torch.dtype, 
     return replace(plan, stages=fitting_stages(plan.stages, stage_bytes, shared_bytes))
 
 
-def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, shared_NH: Tensor) -> Tensor:
+def add_parts(
+    residual_NH: Tensor,
+    parts_NJH: Tensor,
+    shared_gate_N: Tensor,
+    shared_NH: Tensor,
+    next_norm: Norm | None = None,
+) -> Tensor:
     """residual + (sum of the parts, in their order) + sigmoid(gate) * shared, in float32 and rounded once, written
-    over the residual. One launch."""
+    over the residual. One launch. next_norm: what fp8_sums.py's `room_for_tokens` allows is left with the result."""
     num_tokens, top_k, width = parts_NJH.shape
     assert residual_NH.is_contiguous()
     assert shared_NH.is_contiguous()
     assert (shared_gate_N.dtype, shared_gate_N.is_contiguous()) == (torch.float32, True)
-    grid = (num_tokens, triton.cdiv(width, _SUM_BLOCK))
-    _sum_kernel[grid](
-        residual_NH,
-        parts_NJH,
-        shared_gate_N,
-        shared_NH,
-        width,
-        TOP_K=top_k,
-        BLOCK_H=_SUM_BLOCK,
-        num_warps=4,
-        **overlapped(),
-    )
-    return residual_NH
+    operands = residual_NH, parts_NJH, shared_gate_N, shared_NH
+    ahead = room_for_tokens(next_norm, residual_NH)
+    if ahead is None:
+        grid = (num_tokens, triton.cdiv(width, _SUM_BLOCK))
+        _sum_kernel[grid](*operands, width, TOP_K=top_k, BLOCK_H=_SUM_BLOCK, num_warps=4, **overlapped())
+    else:
+        num_rows = len(ahead.scaled.values_RK)
+        _sum_norm_kernel[(num_rows,)](
+            *operands, *ahead.operands, num_tokens, num_rows, TOP_K=top_k, **row_tile(width), **overlapped()
+        )
+    return attach(residual_NH, ahead)
 
 
 def _shared_expert(x: Tensor | ScaledTokens, like_NH: Tensor, weights: MixtureWeights) -> Tensor:
@@ -207,10 +216,37 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_real = h < width
-    total = tl.zeros((BLOCK_H,), tl.float32)
+    gate = tl.load(gate_ptr + n)
+    x = _sum_of(residual_ptr, parts_ptr, gate, shared_ptr, n, h, is_real, width, TOP_K)
+    tl.store(residual_ptr + n * width + h, x, mask=is_real)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _sum_norm_kernel(  # type: ignore[no-untyped-def]
+    residual_ptr, parts_ptr, gate_ptr, shared_ptr, values_ptr, scales_ptr, normed_ptr, weight_ptr, eps, num_tokens,
+    num_rows, TOP_K: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """`_sum_kernel`, and fp8_ffn.py's `norm_tokens_kernel` of its result."""
+    release_next(PDL)
+    g, h, gain = row_gain(weight_ptr, GROUPS, BLOCK_G)
+    await_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    is_token = (g < tl.where(n < num_tokens, GROUPS, 0))[:, None]
+    gate = tl.load(gate_ptr + n, mask=n < num_tokens, other=0.0)
+    x = _sum_of(residual_ptr, parts_ptr, gate, shared_ptr, n, h, is_token, GROUPS * GROUP, TOP_K)
+    tl.store(residual_ptr + n * (GROUPS * GROUP) + h, x, mask=is_token)
+    store_normed(values_ptr, scales_ptr, normed_ptr, x, gain, eps, n, num_rows, g, h, is_token, GROUPS)
+
+
+@triton.jit
+def _sum_of(  # type: ignore[no-untyped-def]
+    residual_ptr, parts_ptr, gate, shared_ptr, n, h, is_real, width, TOP_K: tl.constexpr
+):  # fmt: skip
+    """Some features of a token's sum, in the residual's dtype, [.] like h."""
+    total = tl.zeros(h.shape, tl.float32)
     for j in tl.static_range(TOP_K):
         total += tl.load(parts_ptr + (n * TOP_K + j) * width + h, mask=is_real, other=0.0).to(tl.float32)
-    gate = 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + n)))
+    gate = 1.0 / (1.0 + tl.exp(-gate))
     total += gate * tl.load(shared_ptr + n * width + h, mask=is_real, other=0.0).to(tl.float32)
     total += tl.load(residual_ptr + n * width + h, mask=is_real, other=0.0).to(tl.float32)
-    tl.store(residual_ptr + n * width + h, total.to(residual_ptr.dtype.element_ty), mask=is_real)
+    return total.to(residual_ptr.dtype.element_ty)

@@ -8,6 +8,8 @@ width, G groups of 128 features.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,17 +24,29 @@ _BLOCK_ROWS = 32
 _ELEMENTS_A_WARP = 512
 
 
+class RowTile(TypedDict):
+    """How one program holds a row. The order of a row's sum of squares, and so its last bit, depends on the warps."""
+
+    GROUPS: int
+    BLOCK_G: int
+    num_warps: int
+
+
+def row_tile(width: int) -> RowTile:
+    assert width % SCALE_BLOCK == 0, f"{width} features"
+    groups = width // SCALE_BLOCK
+    block = triton.next_power_of_2(groups)
+    return RowTile(GROUPS=groups, BLOCK_G=block, num_warps=min(16, max(1, block * SCALE_BLOCK // _ELEMENTS_A_WARP)))
+
+
 def norm_tokens(x_NH: Tensor, norm: Norm, normed_NH: Tensor | None = None) -> ScaledTokens:
     """`quantize_tokens` of the normed x. normed: contiguous; where the normed x is written too."""
     num_tokens, width = x_NH.shape
     assert x_NH.stride(1) == 1
     assert normed_NH is None or normed_NH.is_contiguous()
-    assert width % SCALE_BLOCK == 0, f"{width} features"
     scaled = empty_scaled(num_tokens, width, x_NH.device)
     num_rows = len(scaled.values_RK)
     if num_tokens:
-        groups = width // SCALE_BLOCK
-        block = triton.next_power_of_2(groups)
         norm_tokens_kernel[(num_rows,)](
             scaled.values_RK,
             scaled.scales_GR,
@@ -43,9 +57,7 @@ def norm_tokens(x_NH: Tensor, norm: Norm, normed_NH: Tensor | None = None) -> Sc
             norm.eps,
             num_tokens,
             num_rows,
-            GROUPS=groups,
-            BLOCK_G=block,
-            num_warps=min(16, max(1, block * SCALE_BLOCK // _ELEMENTS_A_WARP)),
+            **row_tile(width),
             **overlapped(),
         )
     return scaled
@@ -79,21 +91,38 @@ def norm_tokens_kernel(  # type: ignore[no-untyped-def]
     BLOCK_G: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     release_next(PDL)
-    g = tl.arange(0, BLOCK_G)
-    h = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    is_real = (g < GROUPS)[:, None]
-    gain = 1.0 + tl.load(weight_ptr + h, mask=is_real, other=0.0).to(tl.float32)
+    g, h, gain = row_gain(weight_ptr, GROUPS, BLOCK_G)
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_token = (g < tl.where(row < num_tokens, GROUPS, 0))[:, None]
-    x = tl.load(x_ptr + row * x_stride + h, mask=is_token, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + h, mask=is_token, other=0.0)
+    store_normed(values_ptr, scales_ptr, normed_ptr, x, gain, eps, row, num_rows, g, h, is_token, GROUPS)
+
+
+@triton.jit
+def row_gain(weight_ptr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (groups, features, 1 + weight as float32) of a row's tile, [BLOCK_G], [BLOCK_G, GROUP] twice. It may be
+    called before `await_previous`."""
+    g = tl.arange(0, BLOCK_G)
+    h = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return g, h, 1.0 + tl.load(weight_ptr + h, mask=(g < GROUPS)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_normed(  # type: ignore[no-untyped-def]
+    values_ptr, scales_ptr, normed_ptr, x, gain, eps, row, num_rows, g, h, is_token, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Norm a row in the activation dtype, round it to that dtype, and store it in 8 bits; to `normed` too if that is
+    there. is_token: false throughout for padding, whose x is zeros."""
+    as_read = x.dtype
+    x = x.to(tl.float32)
     mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (GROUPS * GROUP)
-    y = (x * tl.rsqrt(mean + eps) * gain).to(x_ptr.dtype.element_ty)
+    y = (x * tl.rsqrt(mean + eps) * gain).to(as_read)
     if normed_ptr is not None:
         tl.store(normed_ptr + row * (GROUPS * GROUP) + h, y, mask=is_token)
     y = y.to(tl.float32)
     scale, inverse = group_scale(tl.max(tl.abs(y), axis=1))
-    tl.store(values_ptr + row * (GROUPS * GROUP) + h, to_fp8(y * inverse[:, None]), mask=is_real)
+    tl.store(values_ptr + row * (GROUPS * GROUP) + h, to_fp8(y * inverse[:, None]), mask=(g < GROUPS)[:, None])
     tl.store(scales_ptr + g.to(tl.int64) * num_rows + row, scale, mask=g < GROUPS)
 
 

@@ -24,8 +24,9 @@ from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import swiglu_hopper
 from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
 from agentspec.kernels.triton.fp8_activations import ScaledTokens
-from agentspec.kernels.triton.fp8_ffn import gate_tokens, norm_tokens
+from agentspec.kernels.triton.fp8_ffn import gate_tokens
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
+from agentspec.kernels.triton.fp8_sums import add_product, normed_tokens
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_hopper import ROWS as HOPPER_ROWS
 from agentspec.kernels.triton.linear_hopper import launch_product as launch_on_hopper
@@ -65,8 +66,8 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
         return library_product(_normed(x_NH, norm), weight_OH, extra_EH)
     num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
     out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
-    normed_NH = None if extra_EH is None else torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    multiply_scaled(norm_tokens(x_NH, norm, normed_NH), weight_OH, out[:, :num_outputs])
+    scaled, normed_NH = normed_tokens(x_NH, norm, in_full=extra_EH is not None)
+    multiply_scaled(scaled, weight_OH, out[:, :num_outputs])
     if extra_EH is not None and normed_NH is not None:
         torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
     return out
@@ -83,7 +84,7 @@ def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next
     if isinstance(weight_HO, Plain | FourBitTiles):
         # A new result would start as a copy of the residual.
         return attach(residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t()), None)
-    return attach(residual_NH.add_(library_product(x_NO, weight_HO)), None)
+    return add_product(residual_NH, library_product(x_NO, weight_HO), next_norm)
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
@@ -114,11 +115,11 @@ def add_ffn(
 ) -> Tensor:
     if not _is_scaled(gate_up_2IH, residual_NH) or _plan("norm_swiglu", residual_NH, gate_up_2IH) is not None:
         return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
-    gate_up_N2I = _scaled_product(norm_tokens(residual_NH, norm), gate_up_2IH, residual_NH)
+    gate_up_N2I = _scaled_product(normed_tokens(residual_NH, norm)[0], gate_up_2IH, residual_NH)
     like_h_NI = gate_up_N2I[:, : down_HI.shape[1]]
     if not _is_scaled(down_HI, like_h_NI) or _plan("add_linear", like_h_NI, down_HI) is not None:
         return add_linear(residual_NH, swiglu(gate_up_N2I), down_HI, next_norm)
-    return attach(residual_NH.add_(_scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH)), None)
+    return add_product(residual_NH, _scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH), next_norm)
 
 
 def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:

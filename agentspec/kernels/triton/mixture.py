@@ -43,15 +43,18 @@ _MOST_TOKENS_BY_EIGHTS = 64
 
 
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
-    return _add_to(residual_NH, residual_NH, norm, weights)
+    return _add_to(residual_NH, residual_NH, norm, weights, next_norm)
 
 
 def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     return _add_to(None, x_NH, norm, weights)
 
 
-def _add_to(base_NH: Tensor | None, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    """base, if there is one, + the mixture of experts of the normed x. The base may be overwritten."""
+def _add_to(
+    base_NH: Tensor | None, x_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+) -> Tensor:
+    """base, if there is one, + the mixture of experts of the normed x. The base may be overwritten. next_norm: a
+    prompt's sum may leave it (fp8_sums.py)."""
     num_tokens = x_NH.shape[0]
     if num_tokens == 0:
         return torch.empty_like(x_NH) if base_NH is None else base_NH
@@ -62,7 +65,9 @@ def _add_to(base_NH: Tensor | None, x_NH: Tensor, norm: Norm, weights: MixtureWe
             x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights), absent=absent
         )
         assert routing.gate_N is not None
-        return add_experts_prefill(out_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
+        return add_experts_prefill(
+            out_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights, next_norm
+        )
     placement = placement_for(num_tokens, weights)
     shared_NH: Tensor | None = None
     visit_shared = placement == "among"

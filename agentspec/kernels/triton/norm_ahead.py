@@ -1,11 +1,12 @@
 """What a sum leaves for the norm behind it, so that the norm is no launch of its own.
 
-A norm is one factor per token on a product: with g the gain, (x / rms(x) * g) W^T = (x * g) W^T / rms(x). A product
-that ends in the residual stream writes x * g beside x, and each tile the squares of its features; the product behind
-it adds up the squares while its first weights arrive, and multiplies its results with the factor. x * g is rounded to
-x's dtype like a normed x, so the error is of the same size.
+In decode windows a norm is one factor per token on a product: with g the gain, (x / rms(x) * g) W^T = (x * g) W^T /
+rms(x). A product that ends in the residual stream writes x * g beside x, and each tile the squares of its features; the
+product behind it adds up the squares while its first weights arrive, and multiplies its results with the factor. x * g
+is rounded to x's dtype like a normed x, so the error is of the same size. In prompts a sum has whole rows, and leaves
+the normed x itself, in 8 bits.
 
-Owns that form and whose it is; linear_layers.py has the launches.
+Owns these forms and whose they are; linear_layers.py has the launches of windows, fp8_sums.py those of prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.backend import Norm
+from agentspec.kernels.triton.fp8_activations import ScaledTokens
 
 LEAST_AHEAD = 17
 """Tokens. With fewer, products are by small programs of which many fit on a multiprocessor, and which would have more
@@ -45,6 +47,22 @@ class NormAhead:
         return 1 << (len(self.squares_PN) - 1).bit_length()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokensAhead:
+    """Of x [N, H], many tokens."""
+
+    norm: Norm
+    scaled: ScaledTokens
+    """The normed x in 8 bits."""
+    normed_NH: Tensor | None
+    """The normed x in x's dtype; None where no product takes it."""
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, float]:
+        """(values, scales, normed x, weight, eps) for a sum's kernel."""
+        return self.scaled.values_RK, self.scaled.scales_GR, self.normed_NH, self.norm.weight, self.norm.eps
+
+
 def norm_operands(norm: Norm | None, ahead: NormAhead | None) -> tuple[Tensor | None, Tensor | None, int | None, float]:
     """(weight, sums of squares, their parts, eps) for a product's kernel: it applies the norm itself, or the factor of
     one that a sum has left, or neither."""
@@ -60,7 +78,7 @@ def to_fill(following: NormAhead | None) -> tuple[Tensor | None, Tensor | None, 
     return following.norm.weight, following.gained_NH, following.squares_PN
 
 
-def attach(x_NH: Tensor, ahead: NormAhead | None) -> Tensor:
+def attach(x_NH: Tensor, ahead: NormAhead | TokensAhead | None) -> Tensor:
     """Keep with x what was computed with it; None: nothing, and nothing that is old."""
     setattr(x_NH, _NAME, ahead)
     return x_NH
@@ -68,5 +86,15 @@ def attach(x_NH: Tensor, ahead: NormAhead | None) -> Tensor:
 
 def ahead_of(x_NH: Tensor, norm: Norm) -> NormAhead | None:
     """What was computed with x of this norm."""
-    ahead: NormAhead | None = getattr(x_NH, _NAME, None)
-    return ahead if ahead is not None and ahead.norm is norm else None
+    ahead = getattr(x_NH, _NAME, None)
+    return ahead if isinstance(ahead, NormAhead) and ahead.norm is norm else None
+
+
+def take_tokens(x_NH: Tensor, norm: Norm) -> TokensAhead | None:
+    """What a prompt's sum has left of this norm, and keep it no longer: it is as large as x, and one product takes
+    it."""
+    ahead = getattr(x_NH, _NAME, None)
+    if not isinstance(ahead, TokensAhead) or ahead.norm is not norm:
+        return None
+    attach(x_NH, None)
+    return ahead

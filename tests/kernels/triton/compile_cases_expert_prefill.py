@@ -9,8 +9,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import expert_prefill, grouped_gemm, grouped_gemm_hopper
+from agentspec.kernels.triton.fp8_ffn import row_tile
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
+from tests.kernels.triton.compile_cases_fp8_prefill import in_constexprs
 
 WGMMA, COPIES = "wgmma.mma_async", "cp.async.bulk.tensor"
 
@@ -171,5 +173,26 @@ CASES = [
         constexprs={"TOP_K": 8, "BLOCK_H": 1024},
         multiples_of_16=("width",),
         instructions=("ld.global.v4",),
+    ),
+    *(
+        CompileCase(
+            name=f"experts' sum and normed tokens to fp8 of {width} features{', in full too' if in_full else ''}",
+            targets=tuple(target for target in EVERYWHERE if target >= 89),
+            kernel=expert_prefill._sum_norm_kernel,
+            signature={
+                **dict.fromkeys(("residual_ptr", "parts_ptr", "shared_ptr", "weight_ptr"), "*bf16"),
+                **dict.fromkeys(("gate_ptr", "scales_ptr"), "*fp32"),
+                "values_ptr": "*fp8e4nv",
+                **({"normed_ptr": "*bf16"} if in_full else {}),
+                "eps": "fp32",
+                **dict.fromkeys(("num_tokens", "num_rows"), "i32"),
+            },
+            constexprs={"TOP_K": 8, **in_constexprs(width), **({} if in_full else {"normed_ptr": None})},
+            num_warps=row_tile(width)["num_warps"],
+            multiples_of_16=("num_rows",),
+            instructions=("cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4"),
+        )
+        for width in (2048, 3072)
+        for in_full in (False, True)
     ),
 ]
