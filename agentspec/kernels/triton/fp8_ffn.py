@@ -1,5 +1,6 @@
 """Inputs of a prompt's products with block-scaled weights, as 8-bit floats: the normed residual, and silu(gate) * up of
-an FFN, one launch each. So they are not written in 16 bits and read again.
+an FFN, one launch each. So they are not written in 16 bits and read again. A sum before a norm may do the norm's part
+in its own launch (fp8_sums.py): `row_tile`, `row_gain` and `store_normed` are for both.
 
 Each is rounded to the activation dtype first, as by the launches that do it apart. Owns no rounding
 (fp8_activations.py). Shape letters: N tokens, R rows (the tokens and the padding after them), H hidden width, I FFN
@@ -7,8 +8,6 @@ width, G groups of 128 features.
 """
 
 from __future__ import annotations
-
-from typing import TypedDict
 
 import triton
 import triton.language as tl
@@ -24,19 +23,14 @@ _BLOCK_ROWS = 32
 _ELEMENTS_A_WARP = 512
 
 
-class RowTile(TypedDict):
-    """How one program holds a row. The order of a row's sum of squares, and so its last bit, depends on the warps."""
-
-    GROUPS: int
-    BLOCK_G: int
-    num_warps: int
-
-
-def row_tile(width: int) -> RowTile:
+def row_tile(width: int) -> dict[str, int]:
+    """How one program holds a row, as arguments of a launch: GROUPS, BLOCK_G, num_warps. The order of a row's sum of
+    squares, and so its last bit, depends on the warps."""
     assert width % SCALE_BLOCK == 0, f"{width} features"
     groups = width // SCALE_BLOCK
     block = triton.next_power_of_2(groups)
-    return RowTile(GROUPS=groups, BLOCK_G=block, num_warps=min(16, max(1, block * SCALE_BLOCK // _ELEMENTS_A_WARP)))
+    num_warps = min(16, max(1, block * SCALE_BLOCK // _ELEMENTS_A_WARP))
+    return {"GROUPS": groups, "BLOCK_G": block, "num_warps": num_warps}
 
 
 def norm_tokens(x_NH: Tensor, norm: Norm, normed_NH: Tensor | None = None) -> ScaledTokens:
@@ -112,8 +106,9 @@ def row_gain(weight_ptr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):  # type: 
 def store_normed(  # type: ignore[no-untyped-def]
     values_ptr, scales_ptr, normed_ptr, x, gain, eps, row, num_rows, g, h, is_token, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Norm a row in the activation dtype, round it to that dtype, and store it in 8 bits; to `normed` too if that is
-    there. is_token: false throughout for padding, whose x is zeros."""
+    """Norm a row, round it to its dtype, the activations', and store it in 8 bits; to `normed` too if that is there.
+
+    x [BLOCK_G, GROUP]: zeros besides a token's features. is_token [BLOCK_G, 1]: false throughout for padding."""
     as_read = x.dtype
     x = x.to(tl.float32)
     mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (GROUPS * GROUP)

@@ -73,6 +73,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
     residual_ptr, product_ptr, values_ptr, scales_ptr, normed_ptr, weight_ptr, eps, num_tokens, num_rows,
     GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """One program per row: the residual's new value, rounded, and fp8_ffn.py's `norm_tokens_kernel` of it."""
     release_next(PDL)
     g, h, gain = row_gain(weight_ptr, GROUPS, BLOCK_G)
     await_previous(PDL)
