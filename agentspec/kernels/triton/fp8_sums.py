@@ -1,9 +1,9 @@
 """A prompt's sums that end in the residual, and the norm behind them: where the product behind that norm is W8A8, the
 launch that adds also norms and rounds to 8 bits. So the residual is not read again.
 
-Every bit is that of the launches apart: the sum is rounded to the activation dtype first. Owns the rule which sums do
-so, and who gets what they left (norm_ahead.py keeps it); expert_prefill.py has the sum of a mixture's parts. Shape
-letters: N tokens, R rows (the tokens and the padding after them), H hidden width.
+Every bit is that of separate launches: the sum is rounded to the activation dtype before the norm. Owns the rule which
+sums do so; norm_ahead.py has what they leave, expert_prefill.py the sum of a mixture's parts. Shape letters: N tokens,
+R rows (the tokens and the padding after them), H hidden width.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def room_for_tokens(next_norm: Norm | None, x_NH: Tensor) -> TokensAhead | None:
     """What the sum x leaves of the norm behind it, for its kernel to fill; None: nothing, since the product behind that
     norm isn't W8A8.
 
-    For many tokens, as W8A8 is: products of 8-bit weights all turn to it at the same number of tokens
-    (linear_plans.py). Were one to do so later, it would norm the sum itself."""
+    Called for so many tokens that this sum's product has no plan. The product behind then has none either, since the
+    plans of 8-bit weights end at one number of tokens (linear_plans.py); if it had, it would norm x itself."""
     weight = None if next_norm is None else next_norm.product_OH
     if next_norm is None or not isinstance(weight, BlockScaled) or not takes_fp8(x_NH.dtype, weight):
         return None
