@@ -160,6 +160,7 @@ def compare_recurrence(config: TextConfig, span: Span, device: torch.device) -> 
     conv_R3C = draw(ROW + 2, CONV_TAPS - 1, channels)
     ssm_RVDK[ZERO_ROW], conv_R3C[ZERO_ROW] = 0, 0
     ours_ND = ops.gated_delta_prefill(projected_NP, weights, ssm_RVDK, conv_R3C, batch)
+    assert isinstance(ours_ND, Tensor)
     found = [
         Timed(
             what="agentspec",

@@ -30,6 +30,7 @@ from agentspec.kernels.backend import (
     DeltaWeights,
     MixtureWeights,
     Norm,
+    ProductInput,
     RopeTable,
 )
 from agentspec.kernels.four_bit import GROUPS, SYMMETRIC_ZERO, FourBit, FourBitForm, pack, quantize_int4, unpack
@@ -78,6 +79,7 @@ __all__ = [
     "Norm",
     "Plain",
     "PrefillBatch",
+    "ProductInput",
     "RankGroup",
     "Region",
     "RingWindow",

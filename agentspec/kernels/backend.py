@@ -113,6 +113,12 @@ class MixtureWeights:
     consecutive experts of theirs are computed, and the group's sum has them all."""
 
 
+class ProductInput:
+    """The input of one product, in a form of the backend's own, which is good for nothing else."""
+
+    __slots__ = ()
+
+
 class Backend(Protocol):
     # Dense blocks. Weights may have any form of weights.py that the backend supports, unless they are said to be
     # tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, with one
@@ -133,11 +139,11 @@ class Backend(Protocol):
         up. norm: as of `norm_linear`."""
 
     def add_linear(
-        self, residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None
+        self, residual_NH: Tensor | None, x_NO: Tensor | ProductInput, weight_HO: Weight, next_norm: Norm | None = None
     ) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the result; None: zeros
-        of x's dtype. next_norm: the norm of the result that comes next, for groups of ranks (group.py) and kernels
-        that compute it with the sum."""
+        of x's dtype. x: a tensor, or what an operation of this backend has made for this weight. next_norm: the norm of
+        the result that comes next, for groups of ranks (group.py) and kernels that compute it with the sum."""
 
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
@@ -273,10 +279,20 @@ class Backend(Protocol):
     # nothing is stored for them
 
     def gated_delta_prefill(
-        self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
-    ) -> Tensor:
+        self,
+        projected_NP: Tensor,
+        weights: DeltaWeights,
+        ssm_RVDK: Tensor,
+        conv_R3C: Tensor,
+        batch: PrefillBatch,
+        *,
+        out_weight: Weight | None = None,
+    ) -> Tensor | ProductInput:
         """`gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW. The state after a block is stored
         to the block's save rows only.
+
+        out_weight: what `add_linear` multiplies the result with, which may then be a ProductInput for it. None: the
+        result is a tensor.
 
         A span may save to the row that it reads, if no other span reads that row. Equal blocks give equal bits,
         whatever the batch and however the blocks are split over calls."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from agentspec.kernels import reference
-from agentspec.kernels.backend import Backend, MixtureWeights, Norm
+from agentspec.kernels.backend import Backend, MixtureWeights, Norm, ProductInput
 from agentspec.kernels.reference.ranking import token_of
 from agentspec.kernels.weights import Weight
 
@@ -129,9 +129,9 @@ class _Grouped:
         return self._ops.norm_swiglu(*self._normed_of(x_NH, norm), gate_up_2IH)
 
     def add_linear(
-        self, residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None
+        self, residual_NH: Tensor | None, x_NO: Tensor | ProductInput, weight_HO: Weight, next_norm: Norm | None = None
     ) -> Tensor:
-        return self._add_partial(residual_NH, self._ops.linear(x_NO, weight_HO), next_norm)
+        return self._add_partial(residual_NH, self._ops.add_linear(None, x_NO, weight_HO), next_norm)
 
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None

@@ -85,7 +85,9 @@ class GatedAttention:
             live=live,
         )
 
-    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+    def prefill(
+        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
+    ) -> Tensor:
         kv_P2SGD, exponent_P2GS = _pools(memory)
         return self._ops.attention_prefill(
             projected_NP, self.weights, self._rope, kv_P2SGD, batch, exponent_P2GS=exponent_P2GS

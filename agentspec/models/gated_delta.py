@@ -77,6 +77,10 @@ class GatedDeltaNet:
             reads_early=True,
         )
 
-    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+    def prefill(
+        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
+    ) -> Tensor | kernels.ProductInput:
         ssm_RVDK, conv_R3C = memory[:2]
-        return self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
+        return self._ops.gated_delta_prefill(
+            projected_NP, self.weights, ssm_RVDK, conv_R3C, batch, out_weight=self.out_proj if projects else None
+        )

@@ -25,7 +25,7 @@ from agentspec.models.state import Memory, Rings, StatePools, hidden_form
 from agentspec.models.tensors import ParameterScope
 from agentspec.types import ModelSpec
 
-MixerCore = Callable[[Mixer, Tensor, Memory], Tensor]
+MixerCore = Callable[[Mixer, Tensor, Memory], Tensor | kernels.ProductInput]
 """Computes the mixed values from a mixer's projected input: its `step`, its `prefill`, or both."""
 
 
@@ -178,7 +178,9 @@ class HybridModel(ABC):
         return self._window_hidden(x_NH, batch)
 
     def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
-        x_NH = self._run_layers(batch.token_ids_N, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
+        x_NH = self._run_layers(
+            batch.token_ids_N, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch, projects=True)
+        )
         hidden_NH = self._ops.rms_norm(x_NH, self._norm)
         self._ops.save_hidden(hidden_NH, self.pools.hidden_RH, batch)
         return hidden_NH
@@ -188,6 +190,7 @@ class HybridModel(ABC):
 
         def core(mixer: Mixer, x_NP: Tensor, memory: Memory) -> Tensor:
             prompts_ND = mixer.prefill(x_NP[:num_tokens], memory, prompts)
+            assert isinstance(prompts_ND, Tensor)
             return torch.cat((prompts_ND, mixer.step(x_NP[num_tokens:], memory, windows)))
 
         x_NH = self._run_layers(torch.cat((prompts.token_ids_N, windows.tokens_BT.flatten())), core)

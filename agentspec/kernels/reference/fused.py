@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, silu
 from torch.nn.functional import linear as torch_linear
 
-from agentspec.kernels.backend import AttentionWeights, DeltaWeights, MixtureWeights, Norm, RopeTable
+from agentspec.kernels.backend import AttentionWeights, DeltaWeights, MixtureWeights, Norm, ProductInput, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference import norms
 from agentspec.kernels.reference.attention import paged_attention, paged_attention_prefill, write_kv, write_kv_prefill
@@ -49,7 +49,10 @@ def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
     return silu(gate_NI) * up_NI
 
 
-def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+def add_linear(
+    residual_NH: Tensor | None, x_NO: Tensor | ProductInput, weight_HO: Weight, next_norm: Norm | None = None
+) -> Tensor:
+    assert isinstance(x_NO, Tensor), "no operation here makes another form"
     product_NH = linear(x_NO, weight_HO)
     return product_NH if residual_NH is None else residual_NH + product_NH
 
@@ -134,7 +137,13 @@ def gated_delta_step(
 
 
 def gated_delta_prefill(
-    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
+    projected_NP: Tensor,
+    weights: DeltaWeights,
+    ssm_RVDK: Tensor,
+    conv_R3C: Tensor,
+    batch: PrefillBatch,
+    *,
+    out_weight: Weight | None = None,
 ) -> Tensor:
     num_heads, value_dim = ssm_RVDK.shape[1:3]
     qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)

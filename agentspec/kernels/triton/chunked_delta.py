@@ -1,9 +1,10 @@
 """The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
 
 There are four launches: the convolution, and then the other state-independent work, for all blocks at once
-(chunked_delta_blocks.py); the states, block after block, and the outputs read from them; the gated norm. A program of
-the third has some value dims of a value head of one span: its tile of the state stays in registers from the read row
-to the last block, and is stored to save rows on the way.
+(chunked_delta_blocks.py); the states, block after block, and the outputs read from them; the gated norm, which may
+round its results to 8 bits for the product that follows. A program of the third has some value dims of a value head of
+one span: its tile of the state stays in registers from the read row to the last block, and is stored to save rows on
+the way.
 
 Scratch tensors have the activations' type, except gates. Knows nothing of what rows mean. Shape letters as in
 chunked_delta_blocks.py.
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.backend import DeltaWeights
+from agentspec.kernels.backend import DeltaWeights, ProductInput
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import chunked_delta_hopper
@@ -33,7 +34,10 @@ from agentspec.kernels.triton.chunked_delta_blocks import (
     dot,
     solve_blocks,
 )
+from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
+from agentspec.kernels.triton.fp8_prefill import RoundedTokens
 from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
+from agentspec.kernels.triton.linear_layers import takes_rounded
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, shared_bytes
 from agentspec.kernels.triton.prefill_columns import (
     BLOCK_COUNT,
@@ -46,6 +50,7 @@ from agentspec.kernels.triton.prefill_columns import (
     SAVE_ROW,
     SECOND_SAVE_ROW,
 )
+from agentspec.kernels.weights import SCALE_BLOCK, Weight
 from agentspec.types import BLOCK_TOKENS
 
 _MIN_DOT = 16
@@ -85,10 +90,18 @@ class _Scratch(NamedTuple):
 
 @touches_pools
 def gated_delta_prefill(
-    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
-) -> Tensor:
+    projected_NP: Tensor,
+    weights: DeltaWeights,
+    ssm_RVDK: Tensor,
+    conv_R3C: Tensor,
+    batch: PrefillBatch,
+    *,
+    out_weight: Weight | None = None,
+) -> Tensor | ProductInput:
     """The output of the convolution is not rounded before it is normalized; the reference rounds it to the
     projection's dtype.
+
+    If the product with out_weight is W8A8 and value heads have 128 dims, the result is RoundedTokens.
 
     Rows moved are not counted in `state_traffic`: only the device knows them."""
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
@@ -125,12 +138,30 @@ def gated_delta_prefill(
         batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **overlapped()
     )
     _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
+    # A row of the norm that is as wide as a group of 8-bit floats needs one scale.
+    if out_weight is not None and value_dim == SCALE_BLOCK and takes_rounded(out_weight, num_tokens, dtype):
+        scaled = _norm_to_fp8(x, weights, out_NX, num_heads, num_channels)
+        return RoundedTokens(scaled=scaled, num_tokens=num_tokens, dtype=dtype)
     _gated_norm[(triton.cdiv(num_tokens * num_heads, _NORM_ROWS),)](
         *x, weights.norm_D, weights.eps, out_NX, num_tokens * num_heads,
         V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS,
         PADDED_D=padded_d, **overlapped(),
     )  # fmt: skip
     return out_NX
+
+
+def _norm_to_fp8(
+    x: tuple[Tensor, int], weights: DeltaWeights, o_NX: Tensor, num_heads: int, num_channels: int
+) -> ScaledTokens:
+    """The fourth launch with results in 8 bits: `quantize_tokens` of what it would leave in o_NX."""
+    num_tokens, num_values = o_NX.shape
+    scaled = empty_scaled(num_tokens, num_values, o_NX.device)
+    num_rows = len(scaled.values_RK)
+    _gated_norm_to_fp8[(num_heads, triton.cdiv(num_rows, _NORM_ROWS))](
+        scaled.values_RK, scaled.scales_GR, *x, weights.norm_D, weights.eps, o_NX, num_tokens, num_rows,
+        V=num_heads, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS, **overlapped(),
+    )  # fmt: skip
+    return scaled
 
 
 def _fold(
@@ -321,10 +352,42 @@ def _gated_norm(  # type: ignore[no-untyped-def]
     is_real = (row < num_rows)[:, None] & (d < D)[None, :]
     place = out_NX + row[:, None] * D + d[None, :]
     z_row = projected_NP + row // V * x_stride + C + row % V * D
-    o = tl.load(place, mask=is_real, other=0.0).to(tl.float32)
-    z = tl.load(z_row[:, None] + d[None, :], mask=is_real, other=0.0).to(tl.float32)
+    o = tl.load(place, mask=is_real, other=0.0)
+    z = tl.load(z_row[:, None] + d[None, :], mask=is_real, other=0.0)
+    tl.store(place, _gated(o, z, gain, eps, D, IS_SILU), mask=is_real)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gated_norm_to_fp8(  # type: ignore[no-untyped-def]
+    values_RK, scales_GR, projected_NP, x_stride, norm_D, eps, o_NX, num_tokens, num_rows, V: tl.constexpr,
+    C: tl.constexpr, IS_SILU: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """`_gated_norm` of a head of some tokens, rounded to 8 bits. A head has the dims of a group. R: rows, of which
+    num_tokens are real and the others zeros."""
+    release_next(PDL)
+    d = tl.arange(0, GROUP)
+    gain = tl.load(norm_D + d)
+    await_previous(PDL)
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_token, is_row = (row < num_tokens)[:, None], row < num_rows
+    # A thread then has as many values of a row as in `_gated_norm`, so sums are added in the same order.
+    in_values = tl.max_contiguous(row[:, None] * (V * GROUP) + head * GROUP + d[None, :], [1, 8])
+    o = tl.load(o_NX + in_values, mask=is_token, other=0.0)
+    z_row = projected_NP + row * x_stride + C + head * GROUP
+    z = tl.load(z_row[:, None] + d[None, :], mask=is_token, other=0.0)
+    y = tl.where(is_token, _gated(o, z, gain, eps, GROUP, IS_SILU).to(tl.float32), 0.0)
+    scale, inverse = group_scale(tl.max(tl.abs(y), axis=1))
+    tl.store(values_RK + in_values, to_fp8(y * inverse[:, None]), mask=is_row[:, None])
+    tl.store(scales_GR + head.to(tl.int64) * num_rows + row, scale, mask=is_row)
+
+
+@triton.jit
+def _gated(o, z, gain, eps, D: tl.constexpr, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Norm the rows of o over their D values, and gate them with z. In o's dtype."""
+    wide, z = o.to(tl.float32), z.to(tl.float32)
     gate = tl.sigmoid(z)
     if IS_SILU:
         gate *= z
-    normed = o * tl.rsqrt(tl.sum(o * o, axis=1, keep_dims=True) / D + eps) * gain[None, :]
-    tl.store(place, (normed * gate).to(out_NX.dtype.element_ty), mask=is_real)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / D + eps) * gain[None, :]
+    return (normed * gate).to(o.dtype)

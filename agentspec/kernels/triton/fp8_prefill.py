@@ -11,9 +11,12 @@ features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from agentspec.kernels.backend import ProductInput
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.machine import multiplies_scaled_blocks
@@ -25,6 +28,16 @@ _ROW_ALIGNMENT = 8
 """Outputs are 16-bit: each row of a result must begin at a multiple of 16 bytes."""
 _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 4, 5
 """torch.nn.functional.ScalingType."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundedTokens(ProductInput):
+    """What `prefill_linear` makes of its input before the product."""
+
+    scaled: ScaledTokens
+    num_tokens: int
+    dtype: torch.dtype
+    """The input's, and the product's."""
 
 
 def prefill_linear(x_NK: Tensor, weight_OK: BlockScaled, out_NO: Tensor) -> None:

@@ -19,13 +19,13 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from agentspec.kernels.backend import Norm
+from agentspec.kernels.backend import Norm, ProductInput
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import swiglu_hopper
 from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
 from agentspec.kernels.triton.fp8_activations import ScaledTokens
 from agentspec.kernels.triton.fp8_ffn import gate_tokens
-from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
+from agentspec.kernels.triton.fp8_prefill import RoundedTokens, multiply_scaled, prefill_linear, takes_fp8
 from agentspec.kernels.triton.fp8_sums import add_product, normed_tokens
 from agentspec.kernels.triton.launch import NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_hopper import ROWS as HOPPER_ROWS
@@ -47,6 +47,8 @@ from agentspec.kernels.weights import BlockScaled, Plain, RowScaled, Weight
 
 _ELEMENTWISE_BLOCK = 1024
 _CHOICE_BLOCK = 1024
+_ADDING: tuple[Kind, ...] = ("add_linear", "linear")
+"""The products of `add_linear`: with a residual, and without."""
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
@@ -73,7 +75,14 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     return out
 
 
-def add_linear(residual_NH: Tensor | None, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
+def add_linear(
+    residual_NH: Tensor | None, x_NO: Tensor | ProductInput, weight_HO: Weight, next_norm: Norm | None = None
+) -> Tensor:
+    if not isinstance(x_NO, Tensor):
+        assert isinstance(x_NO, RoundedTokens)
+        assert takes_rounded(weight_HO, x_NO.num_tokens, x_NO.dtype)
+        product_NH = _scaled_product(x_NO.scaled, weight_HO, x_NO.num_tokens, x_NO.dtype)
+        return product_NH if residual_NH is None else add_product(residual_NH, product_NH, next_norm)
     if residual_NH is None:
         return linear(x_NO, weight_HO)
     if takes_decoded(weight_HO, x_NO):
@@ -115,11 +124,20 @@ def add_ffn(
 ) -> Tensor:
     if not _is_scaled(gate_up_2IH, residual_NH) or _plan("norm_swiglu", residual_NH, gate_up_2IH) is not None:
         return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
-    gate_up_N2I = _scaled_product(normed_tokens(residual_NH, norm)[0], gate_up_2IH, residual_NH)
-    like_h_NI = gate_up_N2I[:, : down_HI.shape[1]]
-    if not _is_scaled(down_HI, like_h_NI) or _plan("add_linear", like_h_NI, down_HI) is not None:
+    num_tokens, dtype = len(residual_NH), residual_NH.dtype
+    gate_up_N2I = _scaled_product(normed_tokens(residual_NH, norm)[0], gate_up_2IH, num_tokens, dtype)
+    if not takes_rounded(down_HI, num_tokens, dtype):
         return add_linear(residual_NH, swiglu(gate_up_N2I), down_HI, next_norm)
-    return add_product(residual_NH, _scaled_product(gate_tokens(gate_up_N2I), down_HI, residual_NH), next_norm)
+    h = RoundedTokens(scaled=gate_tokens(gate_up_N2I), num_tokens=num_tokens, dtype=dtype)
+    return add_linear(residual_NH, h, down_HI, next_norm)
+
+
+def takes_rounded(weight_HO: Weight, num_tokens: int, dtype: torch.dtype) -> TypeGuard[BlockScaled]:
+    """Whether `add_linear` rounds so many tokens of this dtype to 8 bits, with a residual or without. It then takes
+    them as RoundedTokens too, with the same result."""
+    if not isinstance(weight_HO, BlockScaled) or not takes_fp8(dtype, weight_HO):
+        return False
+    return all(_plan_of(kind, weight_HO, num_tokens, dtype) is None for kind in _ADDING)
 
 
 def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
@@ -127,9 +145,9 @@ def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
     return isinstance(weight_OH, BlockScaled) and takes_fp8(x_NH.dtype, weight_OH)
 
 
-def _scaled_product(x: ScaledTokens, weight_OH: BlockScaled, like_NH: Tensor) -> Tensor:
-    """[N, O], as many tokens as in `like`, of its dtype."""
-    out_NO = torch.empty(len(like_NH), weight_OH.shape[0], dtype=like_NH.dtype, device=like_NH.device)
+def _scaled_product(x: ScaledTokens, weight_OH: BlockScaled, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """[N, O] in dtype."""
+    out_NO = torch.empty(num_tokens, weight_OH.shape[0], dtype=dtype, device=weight_OH.device)
     multiply_scaled(x, weight_OH, out_NO)
     return out_NO
 
@@ -165,12 +183,18 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None =
     if isinstance(weight_OH, RowScaled):
         assert kind in NO_TORCH_PRODUCT, f"{kind} with scales of rows"
         assert weight_OH.values.is_contiguous()
-    most = shared_bytes(x_NH.device)
-    key = kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key, most
-    plan = plan_for(*key)
+    plan = _plan_of(kind, weight_OH, len(x_NH), x_NH.dtype)
     if plan is not None and plan.programs and not (extra_EH is None and supports(plan, x_NH, weight_OH)):
-        plan = plan_for(*key, for_hopper=False)
+        plan = _plan_of(kind, weight_OH, len(x_NH), x_NH.dtype, for_hopper=False)
     return plan
+
+
+def _plan_of(
+    kind: Kind, weight_OH: Weight, num_tokens: int, dtype: torch.dtype, *, for_hopper: bool = True
+) -> Plan | None:
+    """Whether or not the kernel of a plan with `programs` can compute this product."""
+    key = kind, *weight_OH.shape, num_tokens, dtype.itemsize, weight_OH.plan_key, shared_bytes(weight_OH.device)
+    return plan_for(*key, for_hopper=for_hopper)
 
 
 def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:

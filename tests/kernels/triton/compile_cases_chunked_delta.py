@@ -7,6 +7,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
+from agentspec.kernels.weights import SCALE_BLOCK
 from agentspec.types import BLOCK_TOKENS
 from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
 
@@ -128,10 +129,29 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> CompileCase:
     )
 
 
+def _norm_to_fp8(model: str, value_heads: int, key_heads: int) -> CompileCase:
+    return CompileCase(
+        name=f"gated_norm to fp8 {model}",
+        kernel=chunked_delta._gated_norm_to_fp8,
+        signature={"values_RK": "*fp8e4nv", "scales_GR": "*fp32", "projected_NP": "*bf16", "x_stride": "i32"}
+        | {"norm_D": "*fp32", "eps": "fp32", "o_NX": "*bf16", "num_tokens": "i32", "num_rows": "i32"},
+        constexprs={
+            "V": value_heads,
+            "C": (2 * key_heads + value_heads) * SCALE_BLOCK,
+            "IS_SILU": True,
+            "BLOCK_ROWS": chunked_delta._NORM_ROWS,
+        },
+        multiples_of_16=("x_stride", "num_rows"),
+        # A thread stores eight values of a row, as many as the norm without the rounding loads at a time.
+        instructions=("cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4.b32", "st.global.v2.b32"),
+    )
+
+
 CASES = [
     _hoppers("4B", 32, 16),
     _hoppers("27B", 48, 16),
     *_cases("4B", 32, 16, 128),
+    _norm_to_fp8("27B", 48, 16),
     *_cases("tiny-agent fp32", 4, 2, 64, "*fp32"),
     *(case for target in ELSEWHERE for case in _cases("27B", 48, 16, 128, target=target)),
 ]

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels import DeltaWeights, PrefillBatch, reference
+from agentspec.kernels import (
+    BlockScaled,
+    DeltaWeights,
+    Plain,
+    PrefillBatch,
+    ProductInput,
+    Weight,
+    quantize_blocks,
+    reference,
+    within,
+)
+from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
+from agentspec.kernels.triton.fp8_activations import quantize_tokens
+from agentspec.kernels.triton.fp8_prefill import RoundedTokens
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.triton.linear_plans import SMALL_TOKENS
 from agentspec.runtime.prefill_tables import PrefillSizes
 from agentspec.types import SCRATCH_ROW, ZERO_ROW
 from tests.fakes.prompt_run import Run, batch_of
 from tests.kernels.triton.test_gated_delta import Shape
+from tests.models.test_group import Pretended
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if INTERPRETED else 7e-3}
 """Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter truncates
@@ -43,7 +59,7 @@ class Case:
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
     def run(
-        self, batch: PrefillBatch, prefill: Callable[..., Tensor] = gated_delta_prefill
+        self, batch: PrefillBatch, prefill: Callable[..., Any] = gated_delta_prefill
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run a prefill of the first tokens of `projected_NP`, padded with NaN. Return the real tokens' outputs and
         both pools."""
@@ -224,3 +240,82 @@ def test_padding_writes_no_row(device: torch.device) -> None:
     assert ssm[rows].isnan().all()
     assert conv[rows].isnan().all()
     assert SCRATCH_ROW in rows
+
+
+WIDE = Shape(value_heads=4, key_heads=2, value_dim=128, key_dim=16, dtype=torch.bfloat16)
+"""A value head is a group of 8-bit floats, and the heads together are as deep as a W8A8 product must be."""
+
+
+def out_projection(shape: Shape, device: torch.device) -> BlockScaled:
+    depth = shape.value_heads * shape.value_dim
+    return quantize_blocks(torch.randn(256, depth, generator=torch.Generator().manual_seed(9)).to(device))
+
+
+def outputs(case: Case, batch: PrefillBatch, out_weight: Weight | None = None) -> Tensor | ProductInput:
+    """Of all tokens, padding included."""
+    tokens = case.projected_NP
+    projected = torch.nn.functional.pad(tokens, (0, 0, 0, len(batch.position_N) - len(tokens)))
+    ssm, conv = case.ssm_RVDK.clone(), case.conv_R3C.clone()
+    return gated_delta_prefill(projected, case.weights, ssm, conv, batch, out_weight=out_weight)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's warning, in the interpreter: of padding tokens
+@pytest.mark.parametrize(
+    ("shape", "runs", "sizes"),
+    [
+        pytest.param(WIDE, RAGGED, ROOMY, id="padding tokens and rows"),
+        pytest.param(replace(WIDE, gate="sigmoid"), RAGGED, None, id="padding rows"),
+        pytest.param(replace(WIDE, value_heads=12, key_heads=3), RAGGED[:1], replace(ROOMY, num_tokens=144), id="even"),
+    ],
+)
+def test_outputs_for_a_w8a8_product_are_the_rounded_outputs(
+    shape: Shape, runs: Sequence[Run], sizes: PrefillSizes | None, device: torch.device
+) -> None:
+    batch = batch_of(runs, device, sizes=sizes)
+    num_tokens, real = len(batch.position_N), sum(len(run.token_ids) for run in runs)
+    case = make_case(shape, real, device, 10, [run.read_row for run in runs])
+    # A head of zeros, and one of which all values are below the least scale.
+    gates = case.projected_NP[:, shape.channels : shape.channels + shape.value_heads * shape.value_dim]
+    gates[3, :128], gates[5, 128:256] = (0, 2.0**-120) if shape.gate == "silu" else (-torch.inf, -80)
+    weight = out_projection(shape, device)
+    plain, rounded = outputs(case, batch), outputs(case, batch, weight)
+    assert isinstance(plain, Tensor)
+    assert isinstance(rounded, RoundedTokens)
+    expected = quantize_tokens(plain)
+    rows = [*range(real), *range(num_tokens, len(expected.values_RK))]
+    assert torch.equal(rounded.scaled.values_RK[rows].view(torch.uint8), expected.values_RK[rows].view(torch.uint8))
+    assert torch.equal(rounded.scaled.scales_GR[:, rows], expected.scales_GR[:, rows])
+    assert (expected.scales_GR[[0, 1], [3, 5]] == 1).all()
+
+    residual = torch.randn(num_tokens, 256, generator=torch.Generator().manual_seed(11)).to(device, shape.dtype)
+    one, two = within(None, triton_backend), within(Pretended(2), triton_backend)
+    for ops, start in ((one, residual), (one, None), (two, residual)):
+        of_rounded, of_plain = (
+            ops.add_linear(None if start is None else start.clone(), x, weight)[:real] for x in (rounded, plain)
+        )
+        assert torch.equal(of_rounded, of_plain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "form"),
+    [
+        pytest.param(WIDE, SMALL_TOKENS, "blocks", id="few tokens"),
+        pytest.param(replace(WIDE, dtype=torch.float32), SMALL_TOKENS + 1, "blocks", id="float32"),
+        pytest.param(replace(WIDE, value_heads=8, value_dim=64), SMALL_TOKENS + 1, "blocks", id="heads of 64"),
+        pytest.param(replace(WIDE, value_heads=2), SMALL_TOKENS + 1, "blocks", id="no W8A8 product so shallow"),
+        pytest.param(WIDE, SMALL_TOKENS + 1, "plain", id="weights in 16 bits"),
+    ],
+)
+def test_outputs_for_other_products_are_not_rounded(
+    shape: Shape, num_tokens: int, form: str, device: torch.device
+) -> None:
+    run = one_run(0, num_tokens, read_row=ZERO_ROW, writes=((num_tokens, 2),))
+    batch = batch_of([run], device)
+    case = make_case(shape, num_tokens, device, 12, [])
+    weight: Weight = out_projection(shape, device)
+    if form == "plain":
+        weight = Plain(weight.dequantize(shape.dtype))
+    plain, out = outputs(case, batch), outputs(case, batch, weight)
+    assert isinstance(plain, Tensor)
+    assert isinstance(out, Tensor)
+    assert torch.equal(out, plain)
