@@ -320,7 +320,9 @@ class ForcedPrompts(ForcedBlocks):
 
     @staticmethod
     def _mix_batch(layer: DecoderLayer, memory: Memory, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
-        return layer.mix(x_NH.clone(), memory, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
+        return layer.mix(
+            x_NH.clone(), memory, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch, projects=True)
+        )
 
     def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
         if len(memory) == 1:
