@@ -58,6 +58,7 @@ class DecoderLayer:
         projected_NP = self.mixer.project(x_NH, self.input_norm)
         mixed_NX = core(self.mixer, projected_NP, memory)
         if column_B is not None:
+            assert isinstance(mixed_NX, Tensor)
             x_NH, mixed_NX = self._ops.take_columns(x_NH, mixed_NX, column_B)
         return self._ops.add_linear(x_NH, mixed_NX, self.mixer.out_proj, self._norm_with_sum)
 

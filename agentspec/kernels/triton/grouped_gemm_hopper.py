@@ -160,8 +160,7 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
         if GATED:
             weight_row = expert * (2 * num_outputs) + block * _BLOCK_O
             second_row = weight_row + num_outputs
-            low = low // top_k
-            high = high // top_k
+            low, high = low // top_k, high // top_k
         else:
             weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
             second_row = weight_row + _BLOCK_O
@@ -200,8 +199,7 @@ def _tile_of(tiles_ptr, tile, num_tiles):  # type: ignore[no-untyped-def]
     """Return (expert, first place, number of places) of a tile; behind the last one there are no places."""
     row = tiles_ptr + tile * _FIELDS
     is_tile = tile < num_tiles
-    expert = gl.load(row + _EXPERT, mask=is_tile, other=0)
-    first = gl.load(row + _FIRST, mask=is_tile, other=0)
+    expert, first = gl.load(row + _EXPERT, mask=is_tile, other=0), gl.load(row + _FIRST, mask=is_tile, other=0)
     return expert, first, gl.load(row + _COUNT, mask=is_tile, other=0)
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
 from agentspec.kernels.weights import SCALE_BLOCK
 from agentspec.types import BLOCK_TOKENS
-from tests.kernels.triton.compile_case import ELSEWHERE, HOPPER, CompileCase, shared_bytes
+from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
 
 def _cases(
@@ -133,6 +133,7 @@ def _norm_to_fp8(model: str, value_heads: int, key_heads: int) -> CompileCase:
     return CompileCase(
         name=f"gated_norm to fp8 {model}",
         kernel=chunked_delta._gated_norm_to_fp8,
+        targets=tuple(target for target in EVERYWHERE if target >= 89),
         signature={"values_RK": "*fp8e4nv", "scales_GR": "*fp32", "projected_NP": "*bf16", "x_stride": "i32"}
         | {"norm_D": "*fp32", "eps": "fp32", "o_NX": "*bf16", "num_tokens": "i32", "num_rows": "i32"},
         constexprs={
