@@ -34,6 +34,8 @@ class ScaledTokens:
     scales_GR: Tensor
     """float32, contiguous: the scales of one group are adjacent, as the matrix library needs. Largest magnitude / 448;
     1 for a group of zeros, or of numbers below 2^-100, which become zeros: a scale must have a reciprocal."""
+    scales_RG: Tensor | None = None
+    """The same, contiguous: the scales of one token are adjacent, for products that gather tokens."""
 
 
 def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
@@ -53,13 +55,24 @@ def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
     return scaled
 
 
-def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTokens:
-    """Allocate ScaledTokens for num_tokens tokens and their padding, without initializing it."""
-    num_rows = triton.cdiv(num_tokens, ROWS) * ROWS
+def empty_scaled(num_tokens: int, depth: int, device: torch.device, *, by_token: bool = False) -> ScaledTokens:
+    """Allocate ScaledTokens for num_tokens tokens and their padding, without initializing it. by_token: with
+    scales_RG."""
+    num_rows, num_groups = triton.cdiv(num_tokens, ROWS) * ROWS, depth // SCALE_BLOCK
+
+    def scales(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
     return ScaledTokens(
         values_RK=torch.empty(num_rows, depth, dtype=FP8, device=device),
-        scales_GR=torch.empty(depth // SCALE_BLOCK, num_rows, dtype=torch.float32, device=device),
+        scales_GR=scales(num_groups, num_rows),
+        scales_RG=scales(num_rows, num_groups) if by_token else None,
     )
+
+
+def scales_by_token(x: ScaledTokens) -> Tensor:
+    """scales_RG; one more launch if whoever rounded x has not made it."""
+    return x.scales_GR.t().contiguous() if x.scales_RG is None else x.scales_RG
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups, empty_parts
-from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens
+from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens, scales_by_token
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight
@@ -68,7 +68,7 @@ def is_supported(gate_up_X2IH: Weight, device: torch.device) -> bool:
 
 def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top_k: int) -> ScaledTokens:
     """grouped_gemm.gate_up over tiles of BLOCK_M. One launch."""
-    (num_rows, depth), width, num_pairs = x.values_RK.shape, weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
+    depth, width, num_pairs = x.values_RK.shape[1], weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
     assert groups.block_m == BLOCK_M
     values = torch.empty(num_pairs, width, dtype=FP8, device=x.values_RK.device)
     scales = torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=values.device)
@@ -77,13 +77,12 @@ def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top
         scales,
         x.values_RK,
         x.values_RK.stride(0),
-        x.scales_GR,
+        scales_by_token(x),
         _descriptor(weight_X2IK.values.flatten(0, 1), SCALE_BLOCK),
         weight_X2IK.scales,
         groups.pairs_P,
         groups.tiles_T4,
         arrival_counters(values.device),
-        num_rows,
         num_pairs,
         top_k,
         width,
@@ -205,7 +204,8 @@ def _tile_of(tiles_ptr, tile, num_tiles):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _pairs_of(pairs_ptr, first, count, rows: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the pairs of the places of both halves of a tile, [64] each. Places past the end repeat the last pair."""
+    """Return the pairs of the places of both halves of a tile, [64] each. Places past the end repeat the last pair;
+    their results are not stored."""
     m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
     has_any = m < gl.where(count > 0, _HALF_M, 0)
     low = gl.load(pairs_ptr + first + gl.minimum(m, count - 1), mask=has_any, other=0)
@@ -214,13 +214,11 @@ def _pairs_of(pairs_ptr, first, count, rows: gl.constexpr):  # type: ignore[no-u
 
 @gluon.jit
 def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some steps of a piece. Return the turn behind them. Results of places past the end are not stored, so their
-    tokens are not loaded."""
+    """Load some steps of a piece. Return the turn behind them."""
     x, x_stride, low, high, first, count, weights, weight_row, second_row = source
     x_buffers, weight_buffers, _facts, _places, full, empty = shared
     weight_bytes: gl.constexpr = 2 * _BLOCK_O * _BLOCK_K
-    m = gl.expand_dims(gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows)), 1)
-    k = gl.expand_dims(gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows)), 0)
+    k = gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows))
     if count > 0:
         for step in range(begin, end):
             stage = turn % _STAGES
@@ -235,11 +233,11 @@ def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr, GATED: gl
             _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
             _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
             if GATED:
-                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + (k + step * _BLOCK_K)
-                _copy_rows(x_buffers.index(2 * stage), low_rows, mask=m + 0 * k < count)
+                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+                _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
                 if count > _HALF_M:
-                    high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + (k + step * _BLOCK_K)
-                    _copy_rows(x_buffers.index(2 * stage + 1), high_rows, mask=m + 0 * k < count - _HALF_M)
+                    high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+                    _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
             else:
                 _copy_block(x, [first, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
@@ -324,7 +322,7 @@ def _skip(turn, depth, full, empty):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """One of the two multiplying warp groups of gate and up."""
-    h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_rows, num_pairs, width, depth = operands
+    h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_pairs, width, depth = operands
     _x_buffers, _weight_buffers, facts, places, full, empty = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -343,7 +341,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
             gate_scales = weight_scales_ptr + (expert * 2 * num_blocks + block) * num_groups
             up_scales = gate_scales + num_blocks * num_groups
             gate, up, turn = _multiply(
-                x_scales_ptr, num_rows, token, gate_scales, up_scales, depth, turn, shared, GROUP, layout
+                x_scales_ptr, 1, token * num_groups, gate_scales, up_scales, depth, turn, shared, GROUP, layout
             )
             h = gate / (1.0 + gl.exp(-gate)) * up
             largest = gl.max(gl.abs(h), axis=1)
@@ -418,7 +416,7 @@ def _shared(num_arrivals: gl.constexpr, weights):  # type: ignore[no-untyped-def
     return x_buffers, weight_buffers, facts, places, full, empty
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_pairs", "top_k"])
+@gluon.jit(do_not_specialize=["num_pairs", "top_k"])
 def gate_up_kernel(  # type: ignore[no-untyped-def]
     h_ptr,
     h_scales_ptr,
@@ -430,7 +428,6 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr,
     tiles_ptr,
     counters_ptr,
-    num_rows,
     num_pairs,
     top_k,
     width,
@@ -444,7 +441,7 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     _await_previous(PDL)
     _release_next(PDL)
     num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
-    operands = (h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_rows, num_pairs, width, depth)
+    operands = (h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_pairs, width, depth)
     gl.warp_specialize(
         [
             (_gate_up, (operands, shared, 0)),

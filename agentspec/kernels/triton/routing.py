@@ -93,7 +93,7 @@ def route(
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_NH.device)
 
-    scaled = empty_scaled(num_tokens, width, x_NH.device) if in_fp8 else None
+    scaled = empty_scaled(num_tokens, width, x_NH.device, by_token=True) if in_fp8 else None
     routing = Routing(
         ids_NC=empty(num_tokens, num_visits, dtype=torch.int32),
         weights_NC=empty(num_tokens, num_visits, dtype=torch.float32),
@@ -113,7 +113,7 @@ def route(
         routing.weights_NC,
         routing.gate_N,
         normed,
-        scaled.scales_GR if scaled else None,
+        *((scaled.scales_GR, scaled.scales_RG) if scaled else (None, None)),
         parts_SNX,
         squares_SN,
         x_NH,
@@ -146,7 +146,7 @@ def route(
 def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: int) -> ScoreTiles:
     if element_bytes == 4:
         return ScoreTiles(block_n=32, block_x=32, block_k=32, split=1, warps=4, stages=2)
-    if num_tokens > 2048:
+    if num_tokens > 256:
         block_n, block_x, block_k, stages = 64, 128, 32, 4
     else:
         block_n, block_x, block_k, stages = (32, 32, 64, 3) if num_tokens <= 64 else (64, 64, 64, 3)
@@ -393,8 +393,8 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_expert", "num_held", "absent"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr, weights_ptr, gates_ptr, normed_ptr, normed_scales_ptr, parts_ptr, squares_ptr, x_ptr, x_stride, norm_ptr,
-    shared_gate_ptr, eps, num_tokens, num_rows, num_experts, first_expert, num_held, absent, H: tl.constexpr,
+    ids_ptr, weights_ptr, gates_ptr, normed_ptr, scales_GR, scales_RG, parts_ptr, squares_ptr, x_ptr, x_stride,
+    norm_ptr, shared_gate_ptr, eps, num_tokens, num_rows, num_experts, first_expert, num_held, absent, H: tl.constexpr,
     J: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr, PARTIAL: tl.constexpr,
     NORMS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -408,12 +408,12 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             absent, H, J, C, SPLIT, NORMALIZE, PARTIAL, BLOCK_X, BLOCK_C, PDL
         )  # fmt: skip
     elif tl.program_id(1) == 0:
-        if normed_scales_ptr is not None:
+        if scales_GR is not None:
             is_token = n < num_tokens
-            values, scales = normed_ptr + n * H, normed_scales_ptr + n
             gate = _store_scaled(
-                values,
-                scales,
+                normed_ptr + n * H,
+                scales_GR + n,
+                scales_RG + n * (H // GROUP),
                 num_rows,
                 x_ptr + n * x_stride,
                 is_token,
@@ -525,7 +525,8 @@ def _store_gate(weights_ptr, gates_ptr, n, gate, J: tl.constexpr, C: tl.constexp
 @triton.jit
 def _store_scaled(  # type: ignore[no-untyped-def]
     values_ptr,
-    scales_ptr,
+    scales_G,
+    token_scales_G,
     num_rows,
     x_ptr,
     is_token,
@@ -536,7 +537,8 @@ def _store_scaled(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`_store_normed` with the row rounded to x's dtype and then to 8 bits. A padding row is zeros."""
+    """`_store_normed` with the row rounded to x's dtype and then to 8 bits. A padding row is zeros. Its scales are
+    num_rows apart in the first place for them, adjacent in the second."""
     g, k = tl.arange(0, BLOCK_H // GROUP), tl.arange(0, GROUP)
     squares, products = tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32), tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32)
     await_previous(PDL)
@@ -554,5 +556,7 @@ def _store_scaled(  # type: ignore[no-untyped-def]
         normed = (x * scale * gain).to(x_ptr.dtype.element_ty).to(tl.float32)
         multiplier, inverse = group_scale(tl.max(tl.abs(normed), axis=1))
         tl.store(values_ptr + h, to_fp8(normed * inverse[:, None]), mask=h < H)
-        tl.store(scales_ptr + (g + first // GROUP).to(tl.int64) * num_rows, multiplier, mask=g * GROUP + first < H)
+        group, is_group = g + first // GROUP, g * GROUP + first < H
+        tl.store(scales_G + group.to(tl.int64) * num_rows, multiplier, mask=is_group)
+        tl.store(token_scales_G + group, multiplier, mask=is_group)
     return tl.sum(products) * scale

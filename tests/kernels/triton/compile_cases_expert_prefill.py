@@ -122,7 +122,7 @@ def hoppers(kernel: Any, name: str) -> CompileCase:
             "x_stride": "i32",
             "x_scales_ptr": "*fp32",
         }
-        signature |= {"num_rows": "i32", "top_k": "i32", "width": "i32"}
+        signature |= {"top_k": "i32", "width": "i32"}
     else:
         registers = grouped_gemm_hopper._DOWN_REGISTERS
         signature = {

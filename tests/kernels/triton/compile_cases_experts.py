@@ -36,7 +36,8 @@ INTEGERS = (
 )
 FLOATS = (
     "scales_ptr",
-    "normed_scales_ptr",
+    "scales_GR",
+    "scales_RG",
     "shared_scales_ptr",
     "parts_ptr",
     "squares_ptr",
@@ -67,7 +68,7 @@ def case(
         "eps": "fp32",
     }
     types |= dict.fromkeys(VALUES, f"*{weights}")
-    if "normed_scales_ptr" in kernel.arg_names and "normed_scales_ptr" not in constexprs:
+    if "scales_GR" in kernel.arg_names and "scales_GR" not in constexprs:
         types["normed_ptr"] = "*fp8e4nv"
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
     return CompileCase(
@@ -191,7 +192,7 @@ def choice(split: int, *, partial: bool = False, norms: bool = True) -> CompileC
         "BLOCK_H": 1024,
         "gates_ptr": None,
     }
-    blocks["normed_scales_ptr"] = None
+    blocks |= {"scales_GR": None, "scales_RG": None}
     # One instruction finds the largest of a warp's integers.
     return case(
         f"choice 35B of {split} parts" + " by a rank" * partial + " alone" * (not norms),

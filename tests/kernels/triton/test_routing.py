@@ -11,7 +11,7 @@ from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.reference.moe import route_top_k
 from agentspec.kernels.reference.norms import rms_norm
 from agentspec.kernels.triton import routing
-from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens, scales_by_token
 from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
 
@@ -92,7 +92,7 @@ def check_routing(
 
 def test_score_tiles_split_hidden_dim_up_to_program_limit() -> None:
     splits = {num_tokens: routing.score_tiles(num_tokens, 256, 2048, 2).split for num_tokens in (9, 256, 1024, 8192)}
-    assert splits == {9: 16, 256: 16, 1024: 4, 8192: 1}
+    assert splits == {9: 16, 256: 16, 1024: 8, 8192: 1}
     assert routing.score_tiles(9, 256, 2048, 4).split == 1
 
 
@@ -191,6 +191,8 @@ def test_normed_input_in_8_bits_equals_later_quantization(size: tuple[int, int],
     expected = quantize_tokens(plain.normed)
     assert torch.equal(scaled.normed.values_RK.view(torch.uint8), expected.values_RK.view(torch.uint8))
     assert torch.equal(scaled.normed.scales_GR, expected.scales_GR)
+    assert scaled.normed.scales_RG is not None
+    assert torch.equal(scaled.normed.scales_RG, scales_by_token(expected))
     assert torch.equal(scaled.ids_NC, plain.ids_NC)
     assert torch.equal(scaled.weights_NC, plain.weights_NC)
     torch.testing.assert_close(scaled.gate_N, plain.gate_N)
