@@ -32,6 +32,7 @@ from agentspec.kernels.triton.chunked_delta_blocks import (
     TO_END,
     convolve_blocks,
     dot,
+    fast_sigmoid,
     solve_blocks,
 )
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
@@ -386,7 +387,7 @@ def _gated_norm_to_fp8(  # type: ignore[no-untyped-def]
 def _gated(o, z, gain, eps, D: tl.constexpr, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Norm the rows of o over their D values, and gate them with z. In o's dtype."""
     wide, z = o.to(tl.float32), z.to(tl.float32)
-    gate = tl.sigmoid(z)
+    gate = fast_sigmoid(z)
     if IS_SILU:
         gate *= z
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / D + eps) * gain[None, :]

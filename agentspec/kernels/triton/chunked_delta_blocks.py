@@ -121,12 +121,13 @@ def _inverse(coupling_TT, T: tl.constexpr, EXACT: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _silu(x):  # type: ignore[no-untyped-def]
+def fast_sigmoid(x):  # type: ignore[no-untyped-def]
+    """Of float32, by SIGMOID."""
     if _INTERPRETED:
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
     else:
         sigmoid = tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return x * sigmoid
+    return sigmoid
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def _convolved(  # type: ignore[no-untyped-def]
             place = past + (source + before + 3)[:, None] * C + channel[None, :]
             value += tl.load(place, mask=is_real & (source + before < 0)[:, None], other=0.0).to(tl.float32)
             y += value * taps[tap][None, :]
-    return _silu(y)
+    return y * fast_sigmoid(y)
 
 
 @triton.jit

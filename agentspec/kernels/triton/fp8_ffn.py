@@ -20,7 +20,8 @@ from agentspec.kernels.weights import SCALE_BLOCK
 
 _BLOCK_ROWS = 32
 """Rows of a program that gates."""
-_ELEMENTS_A_WARP = 512
+_ELEMENTS_A_WARP = 256
+"""Eight per lane, a load of 16 bytes in bf16: with more, neighbouring lanes load places that aren't adjacent."""
 
 
 def row_tile(width: int) -> dict[str, int]:
