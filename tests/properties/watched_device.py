@@ -184,12 +184,19 @@ class WatchedDevice:
             self._running = step
             return result
 
-        def watched_mtp(tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+        def watched_mtp(
+            tokens_BT: Tensor,
+            hidden_BTH: Tensor,
+            start_B: Tensor,
+            page_table_BP: Tensor,
+            *,
+            last_B: Tensor | None = None,
+        ) -> Tensor:
             step = self._running
             if step is not None and step.drafting and tokens_BT.shape[1] == step.drafting[0][1]:
                 self._drafting, _ = step.drafting.popleft()  # a whole window, so the next draft begins
             self._check_pages(self._drafting, page_table_BP, start_B, tokens_BT.shape[1])
-            result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
+            result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP, last_B=last_B)
             return result
 
         model.verify, model.prefill, model.mtp = watched_verify, watched_prefill, watched_mtp
