@@ -67,7 +67,7 @@ def is_supported(gate_up_X2IH: Weight, device: torch.device) -> bool:
 
 
 def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top_k: int) -> ScaledTokens:
-    """grouped_gemm.gate_up over tiles of BLOCK_M. One launch."""
+    """grouped_gemm.gate_up over tiles of BLOCK_M. One launch, if x has scales_RG."""
     depth, width, num_pairs = x.values_RK.shape[1], weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
     assert groups.block_m == BLOCK_M
     values = torch.empty(num_pairs, width, dtype=FP8, device=x.values_RK.device)
