@@ -36,10 +36,13 @@ _STEP = 128
 _LARGE_BATCH = 8192
 """Tokens. No larger batch is captured; larger ones launch the same kernels."""
 
-_MOST_BYTES = 13 << 27
-"""Most memory for the largest captured batch: on one H100 enough for all that fits into 0.1 s with 4B, with 27B in FP8
-and with 35B-A3B in FP8, of which that is _LARGE_BATCH. A pass of that one has a thousand launches, which take hosts up
-to 0.1 s."""
+_MOST_BYTES = 3 << 29
+"""Most memory for the largest captured batch: on one H100 enough for all that fits into 0.1 s with 4B and with 27B in
+FP8."""
+
+_NARROW = 2048
+"""Up to this hidden size every batch of up to _LARGE_BATCH tokens is captured. A mixture like 35B-A3B computes that
+many in less time than some hosts need for its thousand launches."""
 
 MAX_SPANS = 4
 """Most sequences in a captured batch of up to _FEW_TOKENS tokens. Larger batches, usually prompts that begin, may have
@@ -155,7 +158,9 @@ def eager_rooms(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[
 
 def chunk_sizes(hidden_size: int) -> tuple[int, ...]:
     """Token counts that are captured for a model of this width, in rising order."""
-    most = min(_MOST_BYTES // (_BYTES_OF_WIDTH * hidden_size), _LARGE_BATCH)
+    most = _LARGE_BATCH
+    if hidden_size > _NARROW:
+        most = min(_MOST_BYTES // (_BYTES_OF_WIDTH * hidden_size), _LARGE_BATCH)
     return *CHUNK_SIZES, *range(CHUNK_SIZES[-1] + _STEP, most + 1, _STEP)
 
 
