@@ -22,12 +22,12 @@ from agentspec.kernels.triton import grouped_four_bit_hopper, grouped_gemm, grou
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.four_bit_experts import in_plain
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, quantize_tokens
-from agentspec.kernels.triton.fp8_ffn import gate_tokens, row_gain, row_tile, store_normed
-from agentspec.kernels.triton.fp8_prefill import RoundedTokens, multiply_scaled, takes_fp8
+from agentspec.kernels.triton.fp8_ffn import row_gain, row_tile, store_normed
+from agentspec.kernels.triton.fp8_prefill import multiply_scaled, takes_fp8
 from agentspec.kernels.triton.fp8_sums import room_for_tokens
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
-from agentspec.kernels.triton.linear_layers import add_linear, library_product, swiglu, takes_rounded
+from agentspec.kernels.triton.linear_layers import add_linear, library_product, swiglu, swiglu_for
 from agentspec.kernels.triton.machine import HOPPER_SHARED_BYTES, fitting_stages, has_fp8_units, shared_bytes
 from agentspec.kernels.triton.norm_ahead import attach
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain
@@ -204,11 +204,7 @@ def _shared_expert(x: Tensor | ScaledTokens, like_NH: Tensor, weights: MixtureWe
     assert isinstance(gate_up, BlockScaled)
     gate_up_N2I = like_NH.new_empty(len(like_NH), gate_up.shape[0])
     multiply_scaled(x, gate_up, gate_up_N2I)
-    num_tokens, dtype = len(like_NH), like_NH.dtype
-    if not takes_rounded(weights.shared_down_HI, num_tokens, dtype):
-        return library_product(swiglu(gate_up_N2I), weights.shared_down_HI)
-    h = RoundedTokens(scaled=gate_tokens(gate_up_N2I), num_tokens=num_tokens, dtype=dtype)
-    return add_linear(None, h, weights.shared_down_HI)
+    return add_linear(None, swiglu_for(gate_up_N2I, weights.shared_down_HI), weights.shared_down_HI)
 
 
 @triton.jit

@@ -126,10 +126,15 @@ def add_ffn(
         return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
     num_tokens, dtype = len(residual_NH), residual_NH.dtype
     gate_up_N2I = _scaled_product(normed_tokens(residual_NH, norm)[0], gate_up_2IH, num_tokens, dtype)
+    return add_linear(residual_NH, swiglu_for(gate_up_N2I, down_HI), down_HI, next_norm)
+
+
+def swiglu_for(gate_up_N2I: Tensor, down_HI: Weight) -> Tensor | RoundedTokens:
+    """`swiglu` as `add_linear` with down takes it: in 8 bits where it would round it."""
+    num_tokens, dtype = len(gate_up_N2I), gate_up_N2I.dtype
     if not takes_rounded(down_HI, num_tokens, dtype):
-        return add_linear(residual_NH, swiglu(gate_up_N2I), down_HI, next_norm)
-    h = RoundedTokens(scaled=gate_tokens(gate_up_N2I), num_tokens=num_tokens, dtype=dtype)
-    return add_linear(residual_NH, h, down_HI, next_norm)
+        return swiglu(gate_up_N2I)
+    return RoundedTokens(scaled=gate_tokens(gate_up_N2I), num_tokens=num_tokens, dtype=dtype)
 
 
 def takes_rounded(weight_HO: Weight, num_tokens: int, dtype: torch.dtype) -> TypeGuard[BlockScaled]:
