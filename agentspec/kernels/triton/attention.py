@@ -115,7 +115,7 @@ def attention_step(
     assert sizes["BLOCK_S"] >= _MIN_DOT, page_tokens
     num_tasks = num_slots * num_kv_heads * shapes["ROW_BLOCKS"]
     most_units = num_tasks * num_pages * (page_tokens // sizes["BLOCK_S"])
-    num_programs = min(_resident_programs(device, plan.programs_per_sm), most_units)
+    num_programs = min(even_programs(_resident_programs(device, plan.programs_per_sm), num_tasks), most_units)
     # The partial of program c for task i has index c + i. Along the list of units at least one of the two grows, so
     # indices are unique.
     num_partials = num_programs + num_tasks
@@ -280,6 +280,13 @@ def _attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
     if block_rows == 32:
         return AttendPlan(block_keys=32, num_warps=4, num_stages=5, programs_per_sm=2)
     return AttendPlan(block_keys=32, num_warps=8, num_stages=5, programs_per_sm=1)
+
+
+def even_programs(most: int, num_tasks: int) -> int:
+    """Return the number of programs of the second launch: a multiple of the tasks' unless that would leave more than a
+    16th of `most` idle. Then tasks of equal lengths begin where shares do, and no program has two."""
+    idle = most % num_tasks
+    return most - idle if 0 < idle < most and 16 * idle <= most else most
 
 
 def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:

@@ -103,7 +103,9 @@ def _cases(
         stack_bytes=16 * in_gluon,
         instructions=_instructions(dtype, in_gluon=in_gluon),
     )
-    partials, block_dims = attention.combine_blocks(_NUM_PROGRAMS, num_slots * num_kv_heads, head_dim)
+    num_tasks = num_slots * num_kv_heads
+    num_programs = attention.even_programs(_NUM_PROGRAMS, num_tasks)
+    partials, block_dims = attention.combine_blocks(num_programs, num_tasks, head_dim)
     combine = CompileCase(
         name=f"combine {case}",
         kernel=attention._combine,

@@ -327,6 +327,16 @@ def test_two_runs_are_bitwise_equal(device: torch.device) -> None:
     check_same_bits(device, CASES["window over a page's end"])
 
 
+def test_tasks_of_equal_lengths_begin_where_shares_do() -> None:
+    """As far as that leaves few programs idle: 264 are two for each multiprocessor of an H100."""
+    assert [attention.even_programs(264, tasks) for tasks in (4, 20, 64, 128, 264)] == [264, 260, 256, 256, 264]
+    assert [attention.even_programs(264, tasks) for tasks in (40, 100, 265, 512)] == [264] * 4
+    for tasks in range(1, 300):
+        programs = attention.even_programs(264, tasks)
+        assert 264 - programs <= 264 // 16
+        assert programs == 264 or programs % tasks == 0
+
+
 def test_query_without_keys_returns_zeros(device: torch.device) -> None:
     case = Case(starts=(0,), num_columns=2, first_position=1)
     got = step(inputs_of(case).to(device), case)
