@@ -39,6 +39,7 @@ from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import page_expansion
+from agentspec.kernels.triton import prefill_attention_groups as groups
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
@@ -77,7 +78,7 @@ class AttendPlan(NamedTuple):
     num_warps: int
     num_stages: int
     is_hopper: bool
-    """Use the kernel of prefill_attention_hopper.py."""
+    """Use the kernel of prefill_attention_groups.py, or for pages in FP8 that of prefill_attention_hopper.py."""
 
 
 def attend_plan(
@@ -96,7 +97,8 @@ def attend_plan(
     if dtype == torch.float32:
         return AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=False)
     if is_hopper and head_dim in (128, 256) and page_tokens == 64:
-        return AttendPlan(block_rows=hopper.BLOCK_M, num_warps=hopper.NUM_WARPS, num_stages=1, is_hopper=True)
+        num_warps = hopper.NUM_WARPS if fp8 else groups.NUM_WARPS
+        return AttendPlan(block_rows=hopper.BLOCK_M, num_warps=num_warps, num_stages=1, is_hopper=True)
     if head_dim > 128 and (fp8 or shared_bytes < _WIDE_SHARED_BYTES):
         return AttendPlan(block_rows=64, num_warps=8, num_stages=1, is_hopper=False)
     if head_dim > 128:
@@ -163,11 +165,16 @@ def attention_prefill(
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     pools: tuple[object, ...] = as_bytes(kv_P2SGD, exponent_P2GS), exponent_P2GS
-    if plan.is_hopper:
-        pools = _described(kv_P2SGD, exponent_P2GS, expansion, batch, num_programs)
-    else:
+    attend: Any = _attend
+    if not plan.is_hopper:
         sizes |= {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
-    (hopper.attend if plan.is_hopper else _attend)[(num_programs,)](
+    elif exponent_P2GS is None:
+        attend, pools = groups.attend, (hopper.descriptor(kv_P2SGD),)
+        sizes |= groups.REGISTERS
+    else:
+        attend = hopper.attend
+        pools = _described(kv_P2SGD, exponent_P2GS, expansion, batch, num_programs)
+    attend[(num_programs,)](
         queries_NQD,
         *arguments,
         *pools,
@@ -188,14 +195,14 @@ def attention_prefill(
 
 def _described(
     kv_P2SGD: Tensor,
-    exponent_P2GS: Tensor | None,
+    exponent_P2GS: Tensor,
     expansion: page_expansion.Expansion | None,
     batch: PrefillBatch,
     num_programs: int,
 ) -> tuple[object, ...]:
     """The pools as hopper.attend takes them; the scratch pool is filled."""
     pool = as_bytes(kv_P2SGD, exponent_P2GS)
-    if expansion is None or exponent_P2GS is None:
+    if expansion is None:
         return hopper.descriptor(pool), exponent_P2GS, None, None, None
     page_expansion.expand(expansion, pool, exponent_P2GS, batch, num_programs)
     return hopper.descriptor(pool), exponent_P2GS, hopper.descriptor(expansion.pool_E2SGD), *expansion[1:]

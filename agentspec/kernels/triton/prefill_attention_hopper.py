@@ -1,5 +1,5 @@
-"""The second launch of prefill_attention.py for Hopper's matrix units, in Gluon: the same function as
-prefill_attention._attend.
+"""The second launch of prefill_attention.py over pages in FP8 for Hopper's matrix units, in Gluon: the same function as
+prefill_attention._attend. For pages in 16 bits see prefill_attention_groups.py.
 
 Triton's own compiler fetches a page only after the work on the previous one has ended, since there is no room for
 three. Here every wait and copy is explicit. While a program processes page j, TMA copies the keys of page j + 1 and
@@ -35,8 +35,16 @@ from agentspec.kernels.triton import prefill_line
 from agentspec.kernels.triton.fp8_pages import power
 from agentspec.kernels.triton.launch import await_previous, release_next
 from agentspec.kernels.triton.linear_tiles import decode_e4m3
+from agentspec.kernels.triton.prefill_attention_pages import (
+    masked_scores,
+    page_at,
+    place_at,
+    rescaled,
+    share_on_line,
+    softmax,
+    tiles_of_share,
+)
 from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
-from agentspec.kernels.triton.shares import share_of
 
 BLOCK_M = 128
 """Two warp groups of four warps, 64 rows each."""
@@ -47,10 +55,7 @@ _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 _barrier = tl.debug_barrier
 _decode_e4m3 = gluon.jit(decode_e4m3.fn)
 _power = gluon.jit(power.fn)
-_share_of = gluon.jit(share_of.fn)
-_shares_of = gluon.jit(prefill_line.shares_of.fn)
 _tile_at = gluon.jit(prefill_line.tile_at.fn)
-_unit_at = gluon.jit(prefill_line.unit_at.fn)
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
@@ -67,49 +72,12 @@ def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def _place_at(j, num_full, turned):  # type: ignore[no-untyped-def]
-    """Return the place in a run of the j-th page that a program processes of it: the first `num_full` in rotated order,
-    starting at page `turned`, then the others."""
-    turn = gl.where(j + turned < num_full, j + turned, j + turned - num_full)
-    return gl.where(j < num_full, turn, j)
-
-
-@gluon.jit
-def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
-    """Return the id of the page at `_place_at`."""
-    return gl.load(pages + _place_at(j, num_full, turned), mask=j < num_pages, other=0)
-
-
-@gluon.jit
 def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which must have no more
     readers."""
     barrier = barriers.index(turn % 2)
     mbarrier.expect(barrier, pool.block_type.nbytes, pred=is_wanted)
     _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
-
-
-@gluon.jit
-def _softmax(scores, largest, exponentials, scale):  # type: ignore[no-untyped-def]
-    """Add the scores of one more page. Return (weights [M, S], largest [M], exponentials [M], factor [M] for previous
-    sums)."""
-    new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
-    # A row that has seen no key yet has a largest score of minus infinity.
-    base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-    shrink = gl.exp2(largest - base)
-    weight = gl.exp2(scores * scale - gl.expand_dims(base, 1))
-    return weight, new_largest, exponentials * shrink + gl.sum(weight, axis=1), shrink
-
-
-@gluon.jit
-def _masked(scores, page_position, query_position_M, layout: gl.constexpr, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
-    position = page_position + gl.arange(0, PAGE, layout=gl.SliceLayout(0, layout))
-    return gl.where(gl.expand_dims(position, 0) <= gl.expand_dims(query_position_M, 1), scores, float("-inf"))
-
-
-@gluon.jit
-def _rescaled(values, factor_M, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    return values * gl.expand_dims(gl.convert_layout(factor_M, gl.SliceLayout(1, layout)), 1)
 
 
 @gluon.jit
@@ -151,14 +119,14 @@ def _turns(  # type: ignore[no-untyped-def]
         _fetch(pool, next_page, column, 0, keys, keys_ready, turn + j + 1, j + 1 < num_pages, PAGE)
         _fetch(pool, page, column, 1, values_, values_ready, turn + j, True, PAGE)
         page = next_page
-        next_page = _page_at(pages, j + 2, num_pages, num_full, turned)
-        values = _rescaled(values, shrink, values_layout)
+        next_page = page_at(pages, j + 2, num_pages, num_full, turned)
+        values = rescaled(values, shrink, values_layout)
         mbarrier.wait(values_ready.index((turn + j - 1) % 2), ((turn + j - 1) // 2) & 1)
         values = warpgroup_mma(weight, values_.index((turn + j - 1) % 2), values, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if MASKED:
-            scores = _masked(scores, (first_page + j) * PAGE, query_position_M, scores_layout, PAGE)
-        new_weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+            scores = masked_scores(scores, (first_page + j) * PAGE, query_position_M, scores_layout, PAGE)
+        new_weight, largest, exponentials, shrink = softmax(scores, largest, exponentials, scale)
         weight = gl.convert_layout(new_weight.to(weight.dtype), weight_layout)
     return weight, shrink, largest, exponentials, values, page, next_page
 
@@ -186,8 +154,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
     """Return (largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages."""
     pages, first_page, num_pages, num_full, turned = run
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
-    page = _page_at(pages, 0, num_pages, num_full, turned)
-    next_page = _page_at(pages, 1, num_pages, num_full, turned)
+    page = page_at(pages, 0, num_pages, num_full, turned)
+    next_page = page_at(pages, 1, num_pages, num_full, turned)
     # The fence makes the threads' shared-memory stores visible to the matrix units and TMA; after the barrier all
     # threads have read the last tile's buffers.
     fence_async_shared()
@@ -196,16 +164,16 @@ def _attend_run(  # type: ignore[no-untyped-def]
     _fetch(pool, next_page, column, 0, keys, keys_ready, turn + 1, num_pages > 1, PAGE)
     _fetch(pool, page, column, 1, values_, values_ready, turn, True, PAGE)
     page = next_page
-    next_page = _page_at(pages, 2, num_pages, num_full, turned)
+    next_page = page_at(pages, 2, num_pages, num_full, turned)
     mbarrier.wait(keys_ready.index(turn % 2), (turn // 2) & 1)
     nothing = gl.zeros([BLOCK_M, PAGE], gl.float32, scores_layout)
     scores = warpgroup_mma(queries, keys.index(turn % 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     first_position = (first_page + gl.where(num_full > 0, turned, 0)) * PAGE
-    scores = _masked(scores, first_position, query_position_M, scores_layout, PAGE)
+    scores = masked_scores(scores, first_position, query_position_M, scores_layout, PAGE)
     largest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
     exponentials = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores_layout))
-    weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+    weight, largest, exponentials, shrink = softmax(scores, largest, exponentials, scale)
     weight = gl.convert_layout(weight.to(queries.dtype), weight_layout)
     values = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, values_layout))
     state = (weight, shrink, largest, exponentials, values, page, next_page)
@@ -227,7 +195,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
         buffer.store(gl.where(gl.expand_dims(is_key, 1), v, 0.0))
         fence_async_shared()
         _barrier()
-    values = warpgroup_mma(weight, buffer, _rescaled(values, shrink, values_layout), is_async=True)
+    values = warpgroup_mma(weight, buffer, rescaled(values, shrink, values_layout), is_async=True)
     values = warpgroup_mma_wait(0, deps=[values])
     return largest, exponentials, values
 
@@ -288,8 +256,8 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     staged_keys, staged_values = staged.index(0), staged.index(1)
     keys_here, values_here = staged_ready.index(0), staged_ready.index(1)
-    page = _page_at(pages, 0, num_pages, num_full, turned)
-    next_page = _page_at(pages, 1, num_pages, num_full, turned)
+    page = page_at(pages, 0, num_pages, num_full, turned)
+    next_page = page_at(pages, 1, num_pages, num_full, turned)
     # As in `_attend_run`: queries are visible to the matrix units, and the last tile's buffers have no readers.
     fence_async_shared()
     _barrier()
@@ -307,7 +275,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     exponentials = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores_layout))
     values = gl.zeros([BLOCK_M, D], gl.float32, values_layout)
     for j in range(num_pages):
-        place = first_page + _place_at(j, num_full, turned)
+        place = first_page + place_at(j, num_full, turned)
         rest = length - place * PAGE
         key_multipliers = _multipliers(exponents, page, 0, rest, scores_layout, G, PAGE)
         value_multipliers = _multipliers(exponents, page, 1, rest, scores_layout, G, PAGE)
@@ -321,16 +289,16 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
             _decode(staged_keys, keys.index((turn + j + 1) % 2), PAGE, D)
         scores = warpgroup_mma_wait(0, deps=[scores])
         scores = scores * key_multipliers
-        scores = _masked(scores, place * PAGE, query_position_M, scores_layout, PAGE)
-        new_weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+        scores = masked_scores(scores, place * PAGE, query_position_M, scores_layout, PAGE)
+        new_weight, largest, exponentials, shrink = softmax(scores, largest, exponentials, scale)
         weight = gl.convert_layout((new_weight * value_multipliers).to(queries.dtype), weight_layout)
-        values = _rescaled(values, shrink, values_layout)
+        values = rescaled(values, shrink, values_layout)
         values = warpgroup_mma(weight, values_.index((turn + j) % 2), values, is_async=True)
         if j + 1 < num_pages:
             mbarrier.wait(values_here, (turn + j + 1) & 1)
             _decode(staged_values, values_.index((turn + j + 1) % 2), PAGE, D)
         page = next_page
-        next_page = _page_at(pages, j + 2, num_pages, num_full, turned)
+        next_page = page_at(pages, j + 2, num_pages, num_full, turned)
         values = warpgroup_mma_wait(0, deps=[values])
         fence_async_shared()
         _barrier()
@@ -384,8 +352,8 @@ def attend(  # type: ignore[no-untyped-def]
     spans_UF, line_4I, most_tiles, cuts_2C, scale, sums_CMD, scores_2CM, out_NX, G: gl.constexpr, SHARES: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """prefill_attention._attend; BLOCK_M is 128, D a power of two. exponent_P2GS None: pages are in full precision.
-    scratch, page_E, first_U: of `page_expansion.Expansion`; None: there is none."""
+    """prefill_attention._attend; BLOCK_M is 128, D a power of two. scratch, page_E, first_U: of
+    `page_expansion.Expansion`; None: there is none."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]
     )
@@ -401,15 +369,14 @@ def attend(  # type: ignore[no-untyped-def]
     values_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     _init_barriers(keys_ready)
     _init_barriers(values_ready)
-    if exponent_P2GS is not None:
-        staged = gl.allocate_shared_memory(gl.uint8, [2, PAGE, D], pool.layout)
-        staged_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        _init_barriers(staged_ready)
+    staged = gl.allocate_shared_memory(gl.uint8, [2, PAGE, D], pool.layout)
+    staged_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    _init_barriers(staged_ready)
     _release_next(PDL)
     _await_previous(PDL)
     program = gl.program_id(0)
-    begin, end = _share(line_4I, most_tiles, program, gl.num_programs(0))
-    first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
+    begin, end = share_on_line(line_4I, most_tiles, program, gl.num_programs(0), 8)
+    first_tile, num_tiles = tiles_of_share(line_4I, most_tiles, begin, end, 8)
     gl.store(cuts_2C + program, first_tile)
     gl.store(cuts_2C + gl.num_programs(0) + program, begin)
     if begin < end:
@@ -435,22 +402,14 @@ def attend(  # type: ignore[no-untyped-def]
             turned = gl.where(shift < num_full, shift, 0)
             pages = (page_table_UP + u.to(gl.int64) * num_pages + first_page, first_page, run, num_full, turned)
             row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
-            buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready)
-            ends = (start + count, scale)
-            if exponent_P2GS is None:
-                largest, exponentials, values = _attend_run(
-                    *buffers, pool, g * D, pages, turn, *ends, scores_layout, values_layout, BLOCK_M, PAGE, D
-                )
-                turn += run
-            else:
-                coded = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, scratch, g * D)
-                place = (page_E, first_U, u, pages, turn, staged_turn)
-                codes = (staged, staged_ready, exponent_P2GS + g * PAGE)
-                largest, exponentials, values, turn, staged_turn = _attend_either(
-                    *coded, *place, *ends, *codes, scores_layout, values_layout, BLOCK_M, PAGE, D, G
-                )
+            coded = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, scratch, g * D)
+            place = (page_E, first_U, u, pages, turn, staged_turn)
+            codes = (start + count, scale, staged, staged_ready, exponent_P2GS + g * PAGE)
+            largest, exponentials, values, turn, staged_turn = _attend_either(
+                *coded, *place, *codes, scores_layout, values_layout, BLOCK_M, PAGE, D, G
+            )
             if run == tile_end - tile_begin:
-                values = _rescaled(values, 1.0 / exponentials, values_layout)
+                values = rescaled(values, 1.0 / exponentials, values_layout)
                 gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
                 tokens = (tile, first_token, count)
                 _store_gated(values, gates, row_stride, out_NX + head, *tokens, values_layout, G, SHARES, D, BLOCK_M)
@@ -458,42 +417,6 @@ def attend(  # type: ignore[no-untyped-def]
                 partial = (2 * program + (begin < tile_begin).to(gl.int32)).to(gl.int64) * BLOCK_M
                 stores = (partial, scores_2CM, sums_CMD)
                 _store_partial(largest, exponentials, values, *stores, scores_layout, values_layout, D, BLOCK_M)
-
-
-@gluon.jit
-def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyped-def]
-    """As prefill_attention._share."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    total = gl.load(line_4I + most_tiles)
-    num_tiles = program * 0
-    for first in range(0, most_tiles, prefill_line.SEARCH):
-        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
-        num_tiles += gl.sum((gl.load(line_4I + i, mask=i < most_tiles, other=2147483647) < total).to(gl.int32), axis=0)
-    begin, end = _share_of(program, _shares_of(total, num_programs), total + prefill_line.TILE_COST * num_tiles)
-    begin_tile = program * 0 - 1
-    end_tile = program * 0 - 1
-    for first in range(0, most_tiles, prefill_line.SEARCH):
-        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
-        cost = gl.where(
-            i < most_tiles, gl.load(line_4I + i, mask=i < most_tiles, other=0) + prefill_line.TILE_COST * i, 2147483647
-        )
-        begin_tile += gl.sum((cost <= begin).to(gl.int32), axis=0)
-        end_tile += gl.sum((cost <= end).to(gl.int32), axis=0)
-    return _unit_at(line_4I, begin_tile, begin), _unit_at(line_4I, end_tile, end)
-
-
-@gluon.jit
-def _tiles_of_share(line_4I, most_tiles, begin, end):  # type: ignore[no-untyped-def]
-    """As prefill_attention._tiles_of_share."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    first_tile = begin * 0 - 1
-    last_tile = begin * 0 - 1
-    for first in range(0, most_tiles, prefill_line.SEARCH):
-        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
-        units = gl.load(line_4I + i, mask=i < most_tiles, other=2147483647)
-        first_tile += gl.sum((units <= begin).to(gl.int32), axis=0)
-        last_tile += gl.sum((units < end).to(gl.int32), axis=0)
-    return first_tile, last_tile - first_tile + 1
 
 
 @gluon.jit

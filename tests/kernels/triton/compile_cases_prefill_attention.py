@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
-from agentspec.kernels.triton import page_expansion, prefill_attention, prefill_attention_hopper
+from agentspec.kernels.triton import (
+    page_expansion,
+    prefill_attention,
+    prefill_attention_groups,
+    prefill_attention_hopper,
+)
 from agentspec.kernels.triton.attention import dot_precision
 from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
 
@@ -122,21 +128,25 @@ def _cases(
         dtype, head_dim, _PAGE, is_hopper=target == HOPPER, shared_bytes=shared_bytes(target), fp8=fp8
     )
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
-    options: dict[str, int | str | None] = {} if fp8 else {"exponent_P2GS": None}
-    if plan.is_hopper:
-        pool = {"pool": _descriptor(head_dim, "u8" if fp8 else "bf16")}
+    options: dict[str, int | str | None] = {}
+    kernel: Any = prefill_attention._attend
+    if plan.is_hopper and not fp8:
+        kernel, pool, options = prefill_attention_groups.attend, {"pool": _descriptor(head_dim, "bf16")}, {}
+        options |= prefill_attention_groups.REGISTERS
+    elif plan.is_hopper:
+        kernel, pool = prefill_attention_hopper.attend, {"pool": _descriptor(head_dim, "u8")}
         if expands:
             pool |= {"scratch": _descriptor(head_dim, "bf16"), "page_E": "*i32", "first_U": "*i32"}
         else:
             options |= {"scratch": None, "page_E": None, "first_U": None}
     else:
         pool = {"kv_P2SGD": "*u8" if fp8 else activations}
-        options |= {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
+        options |= {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)} | ({} if fp8 else {"exponent_P2GS": None})
     pool |= {"exponent_P2GS": "*i8"} if fp8 else {}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows, target, fp8=fp8)
     yield CompileCase(
         name=f"attend_prompt {model}{' FP8 pages' if fp8 else ''}{', written out' if expands else ''}",
-        kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
+        kernel=kernel,
         targets=(target,),
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
         | pool
@@ -148,7 +158,7 @@ def _cases(
         num_stages=plan.num_stages,
         multiples_of_16=("row_stride",),
         # A few words: none of them in the loop over whole pages that were written out, or are in full precision.
-        stack_bytes=(256 if expands else 128) if plan.is_hopper else 0,
+        stack_bytes=(256 if expands else 128 if fp8 else 48) if plan.is_hopper else 0,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
     yield CompileCase(

@@ -32,6 +32,7 @@ from agentspec.kernels.triton import (
     grouped_four_bit_hopper,
     linear_four_bit,
     prefill_attention_hopper,
+    prefill_attention_pages,
 )
 
 COLUMNS_OF_A_WINDOW = (
@@ -47,6 +48,16 @@ COLUMNS_OF_A_WINDOW = (
     "wide",
 )
 """What the ring's kernel calls of gated_delta_columns.py."""
+PAGES_OF_A_PROMPT = (
+    "masked_scores",
+    "page_at",
+    "place_at",
+    "rescaled",
+    "share_on_line",
+    "softmax",
+    "tiles_of_share",
+)
+"""What attention kernels of prompts call of prefill_attention_pages.py."""
 
 
 class _Buffer:
@@ -531,6 +542,12 @@ def _values_of_halves() -> Any:
 _E2M1 = _values_of_halves()
 
 
+def prompt_pages() -> dict[str, Any]:
+    """The functions of prefill_attention_pages.py."""
+    names = _interpreted(prefill_attention_pages, None)
+    return {name: names[name] for name in PAGES_OF_A_PROMPT}
+
+
 def interpreted_hopper() -> SimpleNamespace:
     """Return (attend, descriptor) of prefill_attention_hopper.py, for float16."""
     machine = _Machine()
@@ -551,4 +568,5 @@ def interpreted_hopper() -> SimpleNamespace:
         TensorDescriptor=None,
     )
     names["_barrier"] = machine.barrier
+    names.update(prompt_pages())
     return SimpleNamespace(attend=_Kernel(names["attend"]), descriptor=_Pool)

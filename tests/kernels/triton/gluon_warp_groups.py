@@ -1,5 +1,5 @@
-"""Runs linear_hopper.py and swiglu_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's
-interpreter.
+"""Runs linear_hopper.py, swiglu_hopper.py and prefill_attention_groups.py, Gluon kernels whose warp groups have
+programs of their own, in Triton's interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
 arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-from agentspec.kernels.triton import linear_hopper, swiglu_hopper
-from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Ring
+from agentspec.kernels.triton import linear_hopper, prefill_attention_groups, swiglu_hopper
+from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Pool, _Ring, prompt_pages
 
 
 class WarpGroups:
@@ -66,7 +66,7 @@ class WarpGroups:
 
     def _allocate(self, dtype: Any, shape: list[int], layout: object) -> _Ring:
         sizes = [int(_number(size)) for size in shape]
-        return _Buffers([_Barrier() if layout == "barrier" else _Buffer(self, sizes[1:]) for _ in range(sizes[0])])
+        return _Buffers([_Barrier() if layout == "barrier" else _Buffer(self, dtype, sizes[1:]) for _ in range(sizes[0])])
 
     def _run_groups(self, groups: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(groups) - 1
@@ -153,7 +153,7 @@ class WarpGroups:
 
     def _product(self, a: Any, b: Any, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
         assert is_async
-        is_shared = isinstance(a, _Part)
+        is_shared = isinstance(a, (_Part, _Buffer))
         left = a.values() if is_shared else a.handle.data
         value = left.astype(np.float64) @ b.values().astype(np.float64)
         before = sums.value if isinstance(sums, _Product) else sums.handle.data
@@ -166,8 +166,8 @@ class WarpGroups:
         under_way = self._current().under_way
         while len(under_way) > num_outstanding:
             under_way.pop(0).end()
-        (product,) = deps
-        return _tensor(product.value) if product.is_done else product
+        values = tuple(_tensor(x.value) if isinstance(x, _Product) and x.is_done else x for x in deps)
+        return values if len(values) > 1 else values[0]
 
 
 class LinearGroups(WarpGroups):
@@ -192,6 +192,29 @@ class SwigluGroups(WarpGroups):
         super().__init__(module, "prompt_swiglu_kernel", seed)
         self.names["_blocks_of"] = _swiglu_blocks
         self.product = self.names["product"]
+
+
+class AttentionGroups(WarpGroups):
+    """prefill_attention_groups.py, for float16 and tiles of few rows."""
+
+    BLOCK_M = 32
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(prefill_attention_groups, "attend", seed)
+        self.names.update(prompt_pages(), _ROWS=self.BLOCK_M // 2)
+        self.names["gl"].static_assert = lambda condition: None
+        self.attend = self.names["attend"]
+        self.NUM_WARPS, self.REGISTERS = self.names["NUM_WARPS"], self.names["REGISTERS"]
+        self.descriptor = _Pages
+
+
+class _Pages(_Pool):
+    """A layer's pool as TMA sees it."""
+
+    def block(self, *place: int) -> tuple[Any, int]:
+        """(values, bytes)."""
+        values = super().block(list(place)).handle.data
+        return values, self.block_type.nbytes
 
 
 class _Group:
@@ -261,8 +284,8 @@ class _Buffers(_Ring):
 class _Buffer:
     """Shared memory, or some of it (`_Part`)."""
 
-    def __init__(self, machine: WarpGroups, shape: list[int]) -> None:
-        self._machine = machine
+    def __init__(self, machine: WarpGroups, dtype: Any, shape: list[int]) -> None:
+        self._machine, self.dtype = machine, dtype
         self._data: Any = None
         self._is_here = np.zeros(shape, bool)
         self.num_readers = 0
@@ -277,10 +300,10 @@ class _Buffer:
     def load(self, layout: object) -> Any:
         return _tensor(self.values().copy())
 
-    def store(self, value: Any) -> None:
+    def store(self, value: Any, part: Any = ...) -> None:
         assert self.num_readers == 0, "a store to a buffer that still has readers"
         self._machine._current().has_fence = False
-        self.fill(value.handle.data)
+        self.fill(value.handle.data, part)
 
     def clear(self, part: Any = ...) -> None:
         self._is_here[part] = False
@@ -319,6 +342,12 @@ class _Slice(_Part):
     def __init__(self, buffer: _Buffer, part: tuple[slice, ...]) -> None:
         super().__init__(buffer, lambda x: x[part])
         self._part = part
+
+    def load(self, layout: object) -> Any:
+        return _tensor(self.values().copy())
+
+    def store(self, value: Any) -> None:
+        self.whole().store(value, self._part)
 
     def clear(self) -> None:
         self.whole().clear(self._part)
@@ -399,7 +428,12 @@ def _words(words: Any) -> list[Any]:
     ]
 
 
-_TYPES = {np.dtype(np.float32): tl.float32, np.dtype(np.uint16): tl.uint16, np.dtype(np.int32): tl.int32}
+_TYPES = {
+    np.dtype(np.float16): tl.float16,
+    np.dtype(np.float32): tl.float32,
+    np.dtype(np.uint16): tl.uint16,
+    np.dtype(np.int32): tl.int32,
+}
 
 
 def _tensor(data: Any) -> Any:

@@ -21,6 +21,7 @@ from agentspec.types import SCRATCH_PAGE
 from tests.fakes import fp8_pool
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.gluon_in_interpreter import interpreted_hopper
+from tests.kernels.triton.gluon_warp_groups import AttentionGroups
 from tests.kernels.triton.test_attention import FP8_TOLERANCE, check_keys, rope_on, weights_on
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -252,9 +253,11 @@ def test_hopper_kernel_matches_reference(monkeypatch: pytest.MonkeyPatch, case: 
     monkeypatch.setattr(
         prefill_attention,
         "attend_plan",
-        lambda *_, **__: AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=True),
+        lambda *_, **__: AttendPlan(block_rows=16 if case.fp8 else 32, num_warps=8, num_stages=1, is_hopper=True),
     )
-    monkeypatch.setattr(prefill_attention, "hopper", interpreted_hopper())
+    groups = AttentionGroups(seed=case.seed)
+    monkeypatch.setattr(prefill_attention, "groups", groups)
+    monkeypatch.setattr(prefill_attention, "hopper", interpreted_hopper() if case.fp8 else groups)
     check_prefill(torch.device("cpu"), replace(case, dtype=torch.float16))
 
 
