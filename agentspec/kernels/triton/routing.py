@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.triton import routing_hopper
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
 from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
 from agentspec.kernels.triton.linear_tiles import prefetch_first_steps
+from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
 from agentspec.kernels.weights import SCALE_BLOCK
 
@@ -37,6 +39,8 @@ _ROW_BLOCK = 4096
 """Features per step of a program that norms a row beside those that score."""
 _NORM_BLOCK = 1024
 """The same where the programs that norm are of one warp."""
+_FEW_TILES = 256
+"""Tokens. Up to this many, tiles are small, so that there are enough of them."""
 _PROGRAMS = 264
 """Two for each SM of an H100: the limit up to which splitting H pays."""
 _LEAST_PART = 128
@@ -146,7 +150,7 @@ def route(
 def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: int) -> ScoreTiles:
     if element_bytes == 4:
         return ScoreTiles(block_n=32, block_x=32, block_k=32, split=1, warps=4, stages=2)
-    if num_tokens > 256:
+    if num_tokens > _FEW_TILES:
         block_n, block_x, block_k, stages = 64, 128, 32, 4
     else:
         block_n, block_x, block_k, stages = (32, 32, 64, 3) if num_tokens <= 64 else (64, 64, 64, 3)
@@ -201,6 +205,12 @@ def _many_scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Ten
     share of the sum of squares)."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert weights.router_XH.is_contiguous()
+    if num_tokens > _FEW_TILES and routing_hopper.is_supported(x_NH, weights.router_XH, norm.weight):
+        most = machine_of(x_NH.device).num_multiprocessors
+        split = routing_hopper.split_of(num_tokens, num_experts, width, most)
+        parts_SNX, squares_SN = _empty_scores(split, x_NH, weights)
+        routing_hopper.score(x_NH, weights.router_XH, norm.weight, parts_SNX, squares_SN)
+        return parts_SNX, squares_SN
     tiles = score_tiles(num_tokens, num_experts, width, x_NH.element_size())
     parts_SNX, squares_SN = _empty_scores(tiles.split, x_NH, weights)
     grid = (triton.cdiv(num_tokens, tiles.block_n), triton.cdiv(num_experts, tiles.block_x), tiles.split)

@@ -1,5 +1,5 @@
-"""Runs linear_hopper.py, swiglu_hopper.py and prefill_attention_groups.py, Gluon kernels whose warp groups have
-programs of their own, in Triton's interpreter.
+"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py and prefill_attention_groups.py, Gluon kernels whose warp
+groups have programs of their own, in Triton's interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
 arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-from agentspec.kernels.triton import linear_hopper, prefill_attention_groups, swiglu_hopper
+from agentspec.kernels.triton import linear_hopper, prefill_attention_groups, routing_hopper, swiglu_hopper
 from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Pool, _Ring, prompt_pages
 
 
@@ -66,7 +66,9 @@ class WarpGroups:
 
     def _allocate(self, dtype: Any, shape: list[int], layout: object) -> _Ring:
         sizes = [int(_number(size)) for size in shape]
-        return _Buffers([_Barrier() if layout == "barrier" else _Buffer(self, dtype, sizes[1:]) for _ in range(sizes[0])])
+        return _Buffers(
+            [_Barrier() if layout == "barrier" else _Buffer(self, dtype, sizes[1:]) for _ in range(sizes[0])]
+        )
 
     def _run_groups(self, groups: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(groups) - 1
@@ -192,6 +194,31 @@ class SwigluGroups(WarpGroups):
         super().__init__(module, "prompt_swiglu_kernel", seed)
         self.names["_blocks_of"] = _swiglu_blocks
         self.product = self.names["product"]
+
+
+class ScoreGroups(WarpGroups):
+    """routing_hopper.py, with halves of which the high one is all."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(routing_hopper, "scores_kernel", seed)
+        self.names["gl"].bfloat16 = tl.float32
+        self.names.update(
+            _float32=lambda x: x,
+            _blocks_of=lambda values, rows: _Blocks(values, (rows, routing_hopper.FEATURES), 2),
+            _view=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
+        )
+        self.score = self.names["score"]
+
+
+class _Rows:
+    """A ring of vectors as one matrix."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self._ring = ring
+
+    def store(self, value: Any) -> None:
+        for buffer, row in zip(self._ring.blocks, value.handle.data, strict=True):
+            buffer.store(_tensor(row))
 
 
 class AttentionGroups(WarpGroups):
