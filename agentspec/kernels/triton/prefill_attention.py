@@ -164,16 +164,11 @@ def attention_prefill(
     block_dims = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    pools: tuple[object, ...] = as_bytes(kv_P2SGD, exponent_P2GS), exponent_P2GS
-    attend: Any = _attend
-    if not plan.is_hopper:
-        sizes |= {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
-    elif exponent_P2GS is None:
-        attend, pools = groups.attend, (hopper.descriptor(kv_P2SGD),)
-        sizes |= groups.REGISTERS
+    if plan.is_hopper:
+        attend, pools, own = _hopper_kernel(kv_P2SGD, exponent_P2GS, expansion, batch, num_programs)
     else:
-        attend = hopper.attend
-        pools = _described(kv_P2SGD, exponent_P2GS, expansion, batch, num_programs)
+        attend, pools = _attend, (as_bytes(kv_P2SGD, exponent_P2GS), exponent_P2GS)
+        own = {"BLOCK_D": block_dims, "PRECISION": dot_precision(projected_NP.dtype)}
     attend[(num_programs,)](
         queries_NQD,
         *arguments,
@@ -186,6 +181,7 @@ def attention_prefill(
         scores_2CM,
         out_NX,
         **sizes,
+        **own,
         **overlapped(),
     )
     partials = sums_CMD, scores_2CM, *arguments, *layout, out_NX
@@ -193,19 +189,22 @@ def attention_prefill(
     return out_NX
 
 
-def _described(
+def _hopper_kernel(
     kv_P2SGD: Tensor,
-    exponent_P2GS: Tensor,
+    exponent_P2GS: Tensor | None,
     expansion: page_expansion.Expansion | None,
     batch: PrefillBatch,
     num_programs: int,
-) -> tuple[object, ...]:
-    """The pools as hopper.attend takes them; the scratch pool is filled."""
+) -> tuple[Any, tuple[object, ...], dict[str, Any]]:
+    """(the second launch's kernel, the pools as it takes them, its own sizes); the scratch pool is filled."""
+    if exponent_P2GS is None:
+        return groups.attend, (hopper.descriptor(kv_P2SGD),), groups.REGISTERS
     pool = as_bytes(kv_P2SGD, exponent_P2GS)
-    if expansion is None:
-        return hopper.descriptor(pool), exponent_P2GS, None, None, None
-    page_expansion.expand(expansion, pool, exponent_P2GS, batch, num_programs)
-    return hopper.descriptor(pool), exponent_P2GS, hopper.descriptor(expansion.pool_E2SGD), *expansion[1:]
+    scratch: tuple[object, ...] = None, None, None
+    if expansion is not None:
+        page_expansion.expand(expansion, pool, exponent_P2GS, batch, num_programs)
+        scratch = hopper.descriptor(expansion.pool_E2SGD), *expansion[1:]
+    return hopper.attend, (hopper.descriptor(pool), exponent_P2GS, *scratch), {}
 
 
 def _combine_partials(

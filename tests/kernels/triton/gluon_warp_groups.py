@@ -235,13 +235,18 @@ class AttentionGroups(WarpGroups):
         self.descriptor = _Pages
 
 
-class _Pages(_Pool):
+class _Pages:
     """A layer's pool as TMA sees it."""
+
+    layout = "tile"
+
+    def __init__(self, kv_P2SGD: Tensor) -> None:
+        self._pool = _Pool(kv_P2SGD)
+        self.dtype, self.block_type = self._pool.dtype, self._pool.block_type
 
     def block(self, *place: int) -> tuple[Any, int]:
         """(values, bytes)."""
-        values = super().block(list(place)).handle.data
-        return values, self.block_type.nbytes
+        return self._pool.block(list(place)).handle.data, self.block_type.nbytes
 
 
 class _Group:
