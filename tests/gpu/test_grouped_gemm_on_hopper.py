@@ -24,6 +24,7 @@ SHAPES = {
     "35B-A3B": (64, 2048, 512),
     "one step of K and one block": (5, 256, 128),
     "an odd number of steps": (9, 768, 384),
+    "weights of down that have no room at once": (9, 512, 1024),
 }
 """Experts, hidden size, width."""
 CHOICES = ("any", "one has everyone", "few have any", "sizes about 64 and 128")

@@ -6,12 +6,12 @@ take one launch, in which one program per expert reads all ids. Many take two: t
 expert; the second places them after those of lower experts, and after those of the same expert in earlier chunks.
 Knows nothing of weights or products.
 
-Shape letters: N tokens, J choices per token, P = N J pairs, X experts, T tiles, C chunks.
+Shape letters: N tokens, J choices per token, P = N J pairs, X experts, T tiles, U runs, C chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,6 +23,9 @@ from agentspec.kernels.triton.launch import await_previous, overlapped, release_
 EXPERT, FIRST, COUNT, NUM_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Columns of a table of tiles."""
 FIELDS = tl.constexpr(4)
+RUN_TILES = tl.constexpr(4)
+"""Most tiles of a run. Trade-off: a product that keeps an expert's weights reads them once per run, but a run is one
+program's work, however few others are left."""
 _PAIRS_OF_ONE_LAUNCH = 2048
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 512
 _PAIRS_OF_SMALL_CHUNKS = 32768
@@ -38,6 +41,8 @@ class ExpertGroups:
     """int32: expert, first place, number of places (1..block_m; 0 for a row without a tile, which may be anywhere),
     and, the same in each row, the number of rows after which there are no tiles. For many pairs the tiles fill the
     first rows without gaps."""
+    runs_U4: Tensor
+    """The same, of runs: each is up to RUN_TILES adjacent tiles of one expert, whose places are adjacent too."""
     block_m: int
     all_held: bool = True
     """Whether every pair is in a tile."""
@@ -46,20 +51,20 @@ class ExpertGroups:
 def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int, *, all_held: bool = True) -> ExpertGroups:
     """Group pairs by expert. expert_ids_NJ: int32, contiguous, each 0..num_experts - 1. At least one pair. all_held:
     False: pairs of another expert, with id num_experts, have no tile. One more launch."""
-    if not all_held:
-        groups = group_pairs(expert_ids_NJ, num_experts + 1, block_m)
-        count_T, expert_T = groups.tiles_T4[:, COUNT.value], groups.tiles_T4[:, EXPERT.value]
-        count_T.masked_fill_(expert_T == num_experts, 0)
-        return replace(groups, all_held=False)
     num_pairs, device = expert_ids_NJ.numel(), expert_ids_NJ.device
     assert (expert_ids_NJ.dtype, expert_ids_NJ.is_contiguous()) == (torch.int32, True)
+    num_ids = num_experts if all_held else num_experts + 1
+    num_tiles, num_runs = (num_pairs // size + num_ids for size in (block_m, block_m * RUN_TILES.value))
     pairs_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    tiles_T4 = torch.empty(num_pairs // block_m + num_experts, FIELDS.value, dtype=torch.int32, device=device)
-    groups = ExpertGroups(pairs_P=pairs_P, tiles_T4=tiles_T4, block_m=block_m)
+    table_T4 = torch.empty(num_tiles + num_runs, FIELDS.value, dtype=torch.int32, device=device)
+    tiles_T4, runs_U4 = table_T4.split((num_tiles, num_runs))
+    groups = ExpertGroups(pairs_P=pairs_P, tiles_T4=tiles_T4, runs_U4=runs_U4, block_m=block_m, all_held=all_held)
     if num_pairs <= _PAIRS_OF_ONE_LAUNCH:
-        _group_few(groups, expert_ids_NJ, num_experts)
+        _group_few(groups, expert_ids_NJ, num_ids)
     else:
-        _group_many(groups, expert_ids_NJ, num_experts)
+        _group_many(groups, expert_ids_NJ, num_ids)
+    if not all_held:
+        table_T4[:, COUNT.value].masked_fill_(table_T4[:, EXPERT.value] == num_experts, 0)
     return groups
 
 
@@ -73,6 +78,7 @@ def _group_few(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
     _few_kernel[(num_experts,)](
         groups.pairs_P,
         groups.tiles_T4,
+        groups.runs_U4,
         ids_NJ,
         ids_NJ.numel(),
         num_experts,
@@ -94,12 +100,12 @@ def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
     _many_kernel[(num_chunks,)](
         groups.pairs_P,
         groups.tiles_T4,
+        groups.runs_U4,
         ids_NJ,
         counts_CX,
         num_pairs,
         num_experts,
         groups.block_m,
-        groups.tiles_T4.shape[0],
         CHUNK=chunk,
         BLOCK_X=block_x,
         BLOCK_C=max(_COUNTS_OF_A_THREAD * chunk // block_x, 1),
@@ -110,7 +116,7 @@ def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m"])
 def _few_kernel(  # type: ignore[no-untyped-def]
-    pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, BLOCK_P: tl.constexpr, PDL: tl.constexpr
+    pairs_ptr, tiles_ptr, runs_ptr, ids_ptr, num_pairs, num_experts, block_m, BLOCK_P: tl.constexpr, PDL: tl.constexpr
 ):
     await_previous(PDL)
     release_next(PDL)
@@ -121,8 +127,14 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     is_mine = ids == expert
     first, size = tl.sum((ids < expert).to(tl.int32), axis=0), tl.sum(is_mine.to(tl.int32), axis=0)
     tl.store(pairs_ptr + first + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1, pair, mask=is_mine)
-    # The rows of an expert follow from its own first place and size. They never overlap those of the previous expert,
-    # as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m).
+    _store_rows_of(tiles_ptr, expert, first, size, num_pairs, num_experts, block_m)
+    _store_rows_of(runs_ptr, expert, first, size, num_pairs, num_experts, RUN_TILES * block_m)
+
+
+@triton.jit
+def _store_rows_of(tiles_ptr, expert, first, size, num_pairs, num_experts, block_m):  # type: ignore[no-untyped-def]
+    """Store an expert's rows of a table, which follow from its own first place and size. They never overlap those of
+    the previous expert, as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m)."""
     begin, end = first // block_m + expert, (first + size) // block_m + expert + 1
     for row in range(begin, end, 32):
         t = row + tl.arange(0, 32)
@@ -140,16 +152,16 @@ def _count_kernel(counts_ptr, ids_ptr, num_pairs, CHUNK: tl.constexpr, BLOCK_X: 
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m", "num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m"])
 def _many_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr,
     tiles_ptr,
+    runs_ptr,
     ids_ptr,
     counts_ptr,
     num_pairs,
     num_experts,
     block_m,
-    num_tiles,
     CHUNK: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -169,10 +181,20 @@ def _many_kernel(  # type: ignore[no-untyped-def]
     is_real = pair < num_pairs
     ids = tl.load(ids_ptr + pair, mask=is_real, other=0)
     tl.store(pairs_ptr + tl.gather(shift, ids, axis=0) + rank, pair, mask=is_real)
+    _store_share(tiles_ptr, total, chunk, num_chunks, num_pairs // block_m + num_experts, block_m, BLOCK_X)
+    # By the other programs first: most tables have fewer rows than these store at once.
+    run_m, place = RUN_TILES * block_m, num_chunks - 1 - chunk
+    _store_share(runs_ptr, total, place, num_chunks, num_pairs // run_m + num_experts, run_m, BLOCK_X)
+
+
+@triton.jit
+def _store_share(tiles_ptr, total, place, num_chunks, num_tiles, block_m, BLOCK_X: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store one program's share of a table's rows. total: each expert's number of pairs."""
+    x = tl.arange(0, BLOCK_X)
     first = tl.cumsum(total, axis=0) - total
     tiles = (total + block_m - 1) // block_m
     first_row, num_rows = tl.cumsum(tiles, axis=0) - tiles, tl.sum(tiles, axis=0)
-    for row in range(chunk * 16, num_tiles, num_chunks * 16):
+    for row in range(place * 16, num_tiles, num_chunks * 16):
         t = row + tl.arange(0, 16)
         expert = tl.max(tl.where(first_row[None, :] <= t[:, None], x[None, :], 0), axis=1)
         begin = tl.gather(first_row, expert, axis=0)

@@ -6,6 +6,9 @@ the next piece. Two other groups have 64 tokens each, multiply and accumulate: t
 other scales its sums. Triton's own compiler has no such warp specialization: there all warps wait for every product,
 and every piece starts with an empty pipeline.
 
+Down-projections are bound by what comes from L2. Where the weights of all steps have room at once, a piece is a run of
+tiles (expert_groups), whose weights are fetched with the first tile and stay for the others.
+
 Sums equal those of grouped_gemm.py, bit for bit: see there for the mathematics, operands and shape letters.
 """
 
@@ -41,7 +44,15 @@ _HALF_M = gl.constexpr(64)
 _BLOCK_O = gl.constexpr(128)
 """Outputs with one scale; a piece has two such blocks."""
 _BLOCK_K = gl.constexpr(SCALE_BLOCK)
-_STAGES = gl.constexpr(4)
+_STEPS = 4
+"""Steps of K whose operands have room at once."""
+_STAGES = gl.constexpr(_STEPS)
+_TILES = gl.constexpr(8)
+"""Tiles of down whose description and pairs there is room for: more than steps are fetched ahead, as a tile's pairs are
+read after its last step is released."""
+_WEIGHT_BYTES = gl.constexpr(2 * SCALE_BLOCK * SCALE_BLOCK)
+_HALF_BYTES = gl.constexpr(BLOCK_M // 2 * SCALE_BLOCK)
+"""Of a step: weights, and tokens of a multiplying group."""
 _GATE_UP_REGISTERS = {"REGISTERS": 216, "FETCH_REGISTERS": 64}
 _DOWN_REGISTERS = {"REGISTERS": 232, "FETCH_REGISTERS": 40}
 """Registers of a thread that multiplies and of one that fetches; the first multiplying group gets the rest of 504.
@@ -102,6 +113,7 @@ def down(
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     assert groups.block_m == BLOCK_M
     parts = empty_parts(groups, (*weights_NJ.shape, num_outputs), dtype, weights_NJ.device)
+    stay = depth <= _STEPS * SCALE_BLOCK
     down_kernel[(_num_programs(parts.device),)](
         parts,
         _descriptor(h.values_RK, BLOCK_M // 2),
@@ -110,7 +122,7 @@ def down(
         weight_XOI.scales,
         weights_NJ,
         groups.pairs_P,
-        groups.tiles_T4,
+        groups.runs_U4 if stay else groups.tiles_T4,
         arrival_counters(parts.device),
         num_pairs,
         num_outputs,
@@ -138,55 +150,56 @@ def _num_programs(device: torch.device) -> int:
 
 
 @gluon.jit
-def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The fetching warp group: takes pieces, publishes their description, and loads every step of them into the next
-    free buffers. A piece without tokens marks the end. Of gate and up, whose pieces have many steps, it finds out the
-    next piece between two steps, while the buffers are full."""
-    x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, num_outputs, depth = operands
+def _fetch_gate_up(operands, shared):  # type: ignore[no-untyped-def]
+    """The fetching warp group of gate and up: takes pieces, publishes their description, and loads every step of them
+    into the next free buffers. A piece without tokens marks the end. It finds out the next piece between two steps,
+    while the buffers are full."""
+    x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, width, depth = operands
     _x_buffers, _weight_buffers, facts, places, full, empty = shared
     rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    num_blocks = num_outputs // (_BLOCK_O if GATED else 2 * _BLOCK_O)
+    num_blocks = width // _BLOCK_O
     num_steps = depth // _BLOCK_K
-    first_steps = num_steps // 2 if GATED else num_steps
-    fact = gl.arange(0, 4, layout=four)
+    first_steps = num_steps // 2
     turn = num_tiles * 0
     piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     expert, first, count = _tile_of(tiles_ptr, piece // num_blocks, num_tiles)
     low, high = _pairs_of(pairs_ptr, first, count, rows)
     while piece < num_tiles * num_blocks:
         block = piece % num_blocks
-        if GATED:
-            weight_row = expert * (2 * num_outputs) + block * _BLOCK_O
-            second_row = weight_row + num_outputs
-            low, high = low // top_k, high // top_k
-        else:
-            weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
-            second_row = weight_row + _BLOCK_O
+        weight_row = expert * (2 * width) + block * _BLOCK_O
+        low, high = low // top_k, high // top_k
         if count > 0:
             stage = turn % _STAGES
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
-            facts.index(stage).store(
-                gl.where(fact == 0, expert, gl.where(fact == 1, first, gl.where(fact == 2, count, block)))
-            )
+            _describe(facts.index(stage), expert, first, count, block)
             places.index(2 * stage).store(low)
             places.index(2 * stage + 1).store(high)
             _barrier()
-        source = (x, x_stride, low, high, first, count, weights, weight_row, second_row)
-        turn = _fetch_steps(source, 0, first_steps, turn, shared, rows, GATED)
+        source = (x, x_stride, low, high, count, weights, weight_row, weight_row + width)
+        turn = _fetch_steps(source, 0, first_steps, turn, shared, rows)
         piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
         next_expert, next_first, next_count = _tile_of(tiles_ptr, piece // num_blocks, num_tiles)
-        if GATED:
-            turn = _fetch_steps(source, first_steps, num_steps, turn, shared, rows, GATED)
+        turn = _fetch_steps(source, first_steps, num_steps, turn, shared, rows)
         expert, first, count = next_expert, next_first, next_count
         low, high = _pairs_of(pairs_ptr, first, count, rows)
-    stage = turn % _STAGES
-    mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
-    facts.index(stage).store(fact * 0)
+    mbarrier.wait(empty.index(turn % _STAGES), (turn // _STAGES & 1) ^ 1)
+    _end(facts.index(turn % _STAGES), full.index(turn % _STAGES), counters_ptr)
+
+
+@gluon.jit
+def _describe(facts, first, second, third, fourth):  # type: ignore[no-untyped-def]
+    """Store what `_next_piece` returns. A barrier must follow."""
+    fact = gl.arange(0, 4, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    facts.store(gl.where(fact == 0, first, gl.where(fact == 1, second, gl.where(fact == 2, third, fourth))))
+
+
+@gluon.jit
+def _end(facts, ready, counters_ptr):  # type: ignore[no-untyped-def]
+    """Publish the end in the next free buffers, where its description belongs. ready: their barrier."""
+    _describe(facts, 0, 0, 0, 0)
     _barrier()
-    mbarrier.arrive(full.index(stage), count=1)
-    if GATED:
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    mbarrier.arrive(ready, count=1)
+    async_copy.mbarrier_arrive(ready, increment_count=False)
     if gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         # All programs have stopped taking pieces: reset the counters for the next kernel.
         gl.store(counters_ptr, 0)
@@ -213,46 +226,117 @@ def _pairs_of(pairs_ptr, first, count, rows: gl.constexpr):  # type: ignore[no-u
 
 
 @gluon.jit
-def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some steps of a piece. Return the turn behind them."""
-    x, x_stride, low, high, first, count, weights, weight_row, second_row = source
+def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some steps of a piece of gate and up. Return the turn behind them."""
+    x, x_stride, low, high, count, weights, weight_row, second_row = source
     x_buffers, weight_buffers, _facts, _places, full, empty = shared
-    weight_bytes: gl.constexpr = 2 * _BLOCK_O * _BLOCK_K
     k = gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows))
     if count > 0:
         for step in range(begin, end):
             stage = turn % _STAGES
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
             ready = full.index(stage)
-            if GATED:
-                mbarrier.expect(ready, weight_bytes)
-            elif count > _HALF_M:
-                mbarrier.expect(ready, weight_bytes + 2 * _HALF_M * _BLOCK_K)
-            else:
-                mbarrier.expect(ready, weight_bytes + _HALF_M * _BLOCK_K)
+            mbarrier.expect(ready, _WEIGHT_BYTES)
             _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
             _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
-            if GATED:
-                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-                _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
-                if count > _HALF_M:
-                    high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-                    _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
-                async_copy.mbarrier_arrive(ready, increment_count=False)
-            else:
-                _copy_block(x, [first, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
-                if count > _HALF_M:
-                    _copy_block(x, [first + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
+            low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+            _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
+            if count > _HALF_M:
+                high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+                _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
+            async_copy.mbarrier_arrive(ready, increment_count=False)
             turn += 1
     return turn
 
 
 @gluon.jit
+def _fetch_down(operands, num_runs, num_pairs, num_outputs, depth, shared):  # type: ignore[no-untyped-def]
+    """The fetching warp group of down: as that of gate and up, but a piece has a description for each of its tiles, and
+    it finds out the next piece while it fetches the last tile.
+
+    turn counts steps of tokens, weight_turn those of weights, which only first tiles have. Buffers of weights need no
+    barriers of their own: whoever has released the tokens of four turns ago has released the weights of four
+    weight_turns ago, as the three weight_turns since have had a turn each, and a run has no more than four steps if it
+    has several tiles."""
+    h, h_scales_ptr, weights, weight_scales_ptr, pairs_ptr, runs_ptr, counters_ptr = operands
+    x_buffers, weight_buffers, scales, facts, places, full, empty = shared
+    m = gl.arange(0, 2 * _HALF_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    num_blocks = num_outputs // (2 * _BLOCK_O)
+    num_steps = depth // _BLOCK_K
+    turn = num_runs * 0
+    weight_turn = num_runs * 0
+    tile = num_runs * 0
+    piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    expert, first, count = _tile_of(runs_ptr, piece // num_blocks, num_runs)
+    while piece < num_runs * num_blocks:
+        block = piece % num_blocks
+        weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
+        # Of the first block of outputs 64 times, and of the second.
+        weight_scales = weight_scales_ptr + weight_row // _BLOCK_O * num_steps + m // _HALF_M * num_steps
+        next_expert, next_first, next_count = expert, first, count
+        for begin in range(0, count, 2 * _HALF_M):
+            left = count - begin
+            place = first + begin
+            at = place + gl.minimum(m, left - 1)
+            for step in range(num_steps):
+                if (left <= 2 * _HALF_M) & (step == 0):
+                    piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+                stage = turn % _STAGES
+                mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
+                ready = full.index(stage)
+                if step == 0:
+                    _describe(facts.index(tile % _TILES), weight_turn, 0, gl.minimum(left, 2 * _HALF_M), block)
+                    _copy_rows(places.index(tile % _TILES), pairs_ptr + at)
+                    _barrier()
+                _expect(ready, begin == 0, left > _HALF_M)
+                if begin == 0:
+                    buffer = (weight_turn + step) % _STAGES * 2
+                    _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(buffer))
+                    _copy_block(
+                        weights, [weight_row + _BLOCK_O, step * _BLOCK_K], ready, weight_buffers.index(buffer + 1)
+                    )
+                _copy_block(h, [place, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
+                if left > _HALF_M:
+                    _copy_block(h, [place + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
+                _copy_rows(scales.index(2 * stage), h_scales_ptr + num_pairs.to(gl.int64) * step + at)
+                _copy_rows(scales.index(2 * stage + 1), weight_scales + step)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+                if (left <= 2 * _HALF_M) & (step == num_steps // 2):
+                    next_expert, next_first, next_count = _tile_of(runs_ptr, piece // num_blocks, num_runs)
+                turn += 1
+            tile += 1
+        if count > 0:
+            weight_turn += num_steps
+        else:
+            piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+            next_expert, next_first, next_count = _tile_of(runs_ptr, piece // num_blocks, num_runs)
+        expert, first, count = next_expert, next_first, next_count
+    mbarrier.wait(empty.index(turn % _STAGES), (turn // _STAGES & 1) ^ 1)
+    _end(facts.index(tile % _TILES), full.index(turn % _STAGES), counters_ptr)
+
+
+@gluon.jit
+def _expect(ready, has_weights, has_both):  # type: ignore[no-untyped-def]
+    """Expect the bytes of a step of down. has_both: tokens of both multiplying groups."""
+    if has_weights:
+        if has_both:
+            mbarrier.expect(ready, _WEIGHT_BYTES + 2 * _HALF_BYTES)
+        else:
+            mbarrier.expect(ready, _WEIGHT_BYTES + _HALF_BYTES)
+    else:
+        if has_both:
+            mbarrier.expect(ready, 2 * _HALF_BYTES)
+        else:
+            mbarrier.expect(ready, _HALF_BYTES)
+
+
+@gluon.jit
 def _next_piece(facts, full, turn):  # type: ignore[no-untyped-def]
-    """Return (expert, first place, number of places, block of outputs) of the piece whose first step is `turn`."""
+    """Return the description of the piece whose first step is `turn`. Of gate and up: expert, first place, number of
+    places, block of outputs; of down, where it is one of a tile: weight_turn, nothing, and the same."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(full.index(turn % _STAGES), turn // _STAGES & 1)
-    values = facts.index(turn % _STAGES).load(four)
+    values = facts.load(four)
     fact = gl.arange(0, 4, layout=four)
     expert = gl.sum(gl.where(fact == 0, values, 0), axis=0)
     first = gl.sum(gl.where(fact == 1, values, 0), axis=0)
@@ -310,6 +394,35 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _multiply_kept(turn, weight_turn, num_steps, shared, GROUP: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_multiply`, with weights that may stay for other tiles, and all scales in shared memory."""
+    x_buffers, weight_buffers, scales, _facts, _places, full, empty = shared
+    scale_M: gl.constexpr = gl.SliceLayout(1, layout)
+    zeros = gl.zeros([_HALF_M, _BLOCK_O], gl.float32, layout)
+    sums = zeros
+    second_sums = zeros
+    for step in range(num_steps):
+        stage = turn % _STAGES
+        buffer = (weight_turn + step) % _STAGES * 2
+        mbarrier.wait(full.index(stage), turn // _STAGES & 1)
+        x = x_buffers.index(2 * stage + GROUP)
+        product = warpgroup_mma(x, weight_buffers.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        x_scale = scales.index(2 * stage).slice(GROUP * _HALF_M, _HALF_M).load(scale_M)
+        scale = scales.index(2 * stage + 1).slice(0, _HALF_M).load(scale_M)
+        second_scale = scales.index(2 * stage + 1).slice(_HALF_M, _HALF_M).load(scale_M)
+        product = warpgroup_mma_wait(0, deps=[product])
+        sums += product * gl.expand_dims(scale * x_scale, 1)
+        product = warpgroup_mma(
+            x, weight_buffers.index(buffer + 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second_sums += product * gl.expand_dims(second_scale * x_scale, 1)
+        turn += 1
+    return sums, second_sums, turn
+
+
+@gluon.jit
 def _skip(turn, depth, full, empty):  # type: ignore[no-untyped-def]
     """Pass over a piece in which this warp group has no tokens."""
     for _ in range(depth // _BLOCK_K):
@@ -332,7 +445,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
     place = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
     o = gl.arange(0, _BLOCK_O, layout=gl.SliceLayout(0, rows))
     turn = width * 0
-    expert, first, all_count, block = _next_piece(facts, full, turn)
+    expert, first, all_count, block = _next_piece(facts.index(turn % _STAGES), full, turn)
     while all_count > 0:
         count = all_count - GROUP * _HALF_M
         if count > 0:
@@ -355,36 +468,29 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
         else:
             _barrier()
             turn = _skip(turn, depth, full, empty)
-        expert, first, all_count, block = _next_piece(facts, full, turn)
+        expert, first, all_count, block = _next_piece(facts.index(turn % _STAGES), full, turn)
 
 
 @gluon.jit
 def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """One of the two multiplying warp groups of down."""
-    parts_ptr, h_scales_ptr, weight_scales_ptr, weights_ptr, num_pairs, num_outputs, depth = operands
-    _x_buffers, _weight_buffers, facts, places, full, empty = shared
+    parts_ptr, weights_ptr, num_outputs, depth = operands
+    _x_buffers, _weight_buffers, _scales, facts, places, full, empty = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    num_blocks = num_outputs // (2 * _BLOCK_O)
-    num_groups = depth // _BLOCK_K
-    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, layout))
     place = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
     o = gl.arange(0, _BLOCK_O, layout=gl.SliceLayout(0, rows))
     turn = num_outputs * 0
-    expert, first, all_count, block = _next_piece(facts, full, turn)
+    tile = num_outputs * 0
+    weight_turn, _nothing, all_count, block = _next_piece(facts.index(tile % _TILES), full, turn)
     while all_count > 0:
         count = all_count - GROUP * _HALF_M
         if count > 0:
-            mine = places.index(2 * (turn % _STAGES) + GROUP)
-            weight_M = gl.expand_dims(gl.load(weights_ptr + mine.load(gl.SliceLayout(1, layout))), 1)
-            pair = mine.load(gl.SliceLayout(1, rows))
-            _barrier()  # all warps have read the piece's description
-            scales = weight_scales_ptr + (expert * num_blocks + block) * (2 * num_groups)
-            h_places = first + GROUP * _HALF_M + gl.minimum(m, count - 1)
-            sums, second_sums, turn = _multiply(
-                h_scales_ptr, num_pairs, h_places, scales, scales + num_groups, depth, turn, shared, GROUP, layout
-            )
-            at = gl.expand_dims(pair.to(gl.int64) * num_outputs, 1) + gl.expand_dims(block * (2 * _BLOCK_O) + o, 0)
+            pairs = places.index(tile % _TILES).slice(GROUP * _HALF_M, _HALF_M)
+            weight_M = gl.expand_dims(gl.load(weights_ptr + pairs.load(gl.SliceLayout(1, layout))), 1)
+            sums, second_sums, turn = _multiply_kept(turn, weight_turn, depth // _BLOCK_K, shared, GROUP, layout)
+            pair = pairs.load(gl.SliceLayout(1, rows)).to(gl.int64)
+            at = gl.expand_dims(pair * num_outputs, 1) + gl.expand_dims(block * (2 * _BLOCK_O) + o, 0)
             is_real = gl.expand_dims(place < count, 1)
             dtype: gl.constexpr = parts_ptr.dtype.element_ty
             gl.store(parts_ptr + at, gl.convert_layout((sums * weight_M).to(dtype), rows), mask=is_real)
@@ -392,28 +498,24 @@ def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def
                 parts_ptr + at + _BLOCK_O, gl.convert_layout((second_sums * weight_M).to(dtype), rows), mask=is_real
             )
         else:
-            _barrier()
             turn = _skip(turn, depth, full, empty)
-        expert, first, all_count, block = _next_piece(facts, full, turn)
+        tile += 1
+        weight_turn, _nothing, all_count, block = _next_piece(facts.index(tile % _TILES), full, turn)
 
 
 @gluon.jit
-def _shared(num_arrivals: gl.constexpr, weights):  # type: ignore[no-untyped-def]
-    """Allocate the shared memory of the warp groups: tokens by step and multiplying group; weights by step and block;
-    a piece's description, and its pairs or tokens, by its first step; barriers: a step is loaded, and it is
-    released."""
+def _buffers(weights):  # type: ignore[no-untyped-def]
+    """Allocate the shared memory of the operands of both kernels: tokens by step and multiplying group; weights by step
+    and block; barriers: a step is loaded, by TMA and the 128 threads that copy tokens or scales, and it is released."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, _BLOCK_K], gl.float8e4nv)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _HALF_M, _BLOCK_K], layout)
     weight_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _BLOCK_O, _BLOCK_K], weights.layout)
-    facts = gl.allocate_shared_memory(gl.int32, [_STAGES, 4], plain)
-    places = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, _HALF_M], plain)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=num_arrivals)
+        mbarrier.init(full.index(stage), count=1 + 128)
         mbarrier.init(empty.index(stage), count=2)
-    return x_buffers, weight_buffers, facts, places, full, empty
+    return x_buffers, weight_buffers, full, empty
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "top_k"])
@@ -436,8 +538,12 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     FETCH_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    # TMA and the 128 threads that gather tokens.
-    shared = _shared(1 + 128, weights)
+    x_buffers, weight_buffers, full, empty = _buffers(weights)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # A piece's description, and its tokens, by its first step.
+    facts = gl.allocate_shared_memory(gl.int32, [_STAGES, 4], plain)
+    places = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, _HALF_M], plain)
+    shared = (x_buffers, weight_buffers, facts, places, full, empty)
     _await_previous(PDL)
     _release_next(PDL)
     num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
@@ -447,11 +553,10 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
             (_gate_up, (operands, shared, 0)),
             (_gate_up, (operands, shared, 1)),
             (
-                _fetch,
+                _fetch_gate_up,
                 (
                     (x_ptr, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, width, depth),
                     shared,
-                    True,
                 ),
             ),
         ],
@@ -469,7 +574,7 @@ def down_kernel(  # type: ignore[no-untyped-def]
     weight_scales_ptr,
     weights_ptr,
     pairs_ptr,
-    tiles_ptr,
+    runs_ptr,
     counters_ptr,
     num_pairs,
     num_outputs,
@@ -478,19 +583,23 @@ def down_kernel(  # type: ignore[no-untyped-def]
     FETCH_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    shared = _shared(1, weights)
+    x_buffers, weight_buffers, full, empty = _buffers(weights)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # By step: scales of tokens, and of weights. By tile: its description, and its pairs.
+    scales = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 2 * _HALF_M], plain)
+    facts = gl.allocate_shared_memory(gl.int32, [_TILES, 4], plain)
+    places = gl.allocate_shared_memory(gl.int32, [_TILES, 2 * _HALF_M], plain)
+    shared = (x_buffers, weight_buffers, scales, facts, places, full, empty)
     _await_previous(PDL)
     _release_next(PDL)
-    num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
-    operands = (parts_ptr, h_scales_ptr, weight_scales_ptr, weights_ptr, num_pairs, num_outputs, depth)
+    num_runs = gl.load(runs_ptr + _NUM_ROWS)
+    operands = (parts_ptr, weights_ptr, num_outputs, depth)
+    sources = (h, h_scales_ptr, weights, weight_scales_ptr, pairs_ptr, runs_ptr, counters_ptr)
     gl.warp_specialize(
         [
             (_down, (operands, shared, 0)),
             (_down, (operands, shared, 1)),
-            (
-                _fetch,
-                ((h, 0, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, 1, num_outputs, depth), shared, False),
-            ),
+            (_fetch_down, (sources, num_runs, num_pairs, num_outputs, depth, shared)),
         ],
         [4, 4],
         [REGISTERS, FETCH_REGISTERS],

@@ -108,7 +108,6 @@ def hoppers(kernel: Any, name: str) -> CompileCase:
     scales = {
         "weight_scales_ptr": "*fp32",
         "pairs_ptr": "*i32",
-        "tiles_ptr": "*i32",
         "counters_ptr": "*i32",
         "num_pairs": "i32",
         "depth": "i32",
@@ -122,13 +121,14 @@ def hoppers(kernel: Any, name: str) -> CompileCase:
             "x_stride": "i32",
             "x_scales_ptr": "*fp32",
         }
-        signature |= {"top_k": "i32", "width": "i32"}
+        signature |= {"tiles_ptr": "*i32", "top_k": "i32", "width": "i32"}
     else:
         registers = grouped_gemm_hopper._DOWN_REGISTERS
         signature = {
             "parts_ptr": "*bf16",
             "h": tiles(64),
             "h_scales_ptr": "*fp32",
+            "runs_ptr": "*i32",
             "weights_ptr": "*fp32",
             "num_outputs": "i32",
         }
@@ -141,7 +141,7 @@ def hoppers(kernel: Any, name: str) -> CompileCase:
         multiples_of_16=tuple(
             argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature
         ),
-        # Triton 3.6, with which they were measured, spills nothing here; what 3.9 spills is used once per piece.
+        # Triton 3.6, with which they were measured, spills nothing here; what 3.9 spills is used once per tile.
         stack_bytes=40,
         instructions=(WGMMA, COPIES, "setmaxnreg"),
     )

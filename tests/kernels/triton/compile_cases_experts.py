@@ -26,7 +26,6 @@ INTEGERS = (
     "num_held",
     "absent",
     "num_pairs",
-    "num_tiles",
     "block_m",
     "width",
     "num_outputs",
@@ -45,7 +44,7 @@ FLOATS = (
     "gates_ptr",
     "gate_ptr",
 )
-INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr")
+INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr", "runs_ptr", "counts_ptr")
 VALUES = ("stack_ptr", "shared_ptr")
 MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
 

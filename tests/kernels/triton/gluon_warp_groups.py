@@ -1,5 +1,5 @@
-"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py and prefill_attention_groups.py, Gluon kernels whose warp
-groups have programs of their own, in Triton's interpreter.
+"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py, prefill_attention_groups.py and the down-projection of
+grouped_gemm_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
 arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-from agentspec.kernels.triton import linear_hopper, prefill_attention_groups, routing_hopper, swiglu_hopper
+from agentspec.kernels.triton import (
+    grouped_gemm_hopper,
+    linear_hopper,
+    prefill_attention_groups,
+    routing_hopper,
+    swiglu_hopper,
+)
+from agentspec.kernels.weights import SCALE_BLOCK
 from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Pool, _Ring, prompt_pages
 
 
@@ -45,6 +52,7 @@ class WarpGroups:
                 MBarrierLayout=lambda: "barrier",
             ),
             tma=SimpleNamespace(async_load=self._copy, async_store=self._copy_out, store_wait=self._wait_stores),
+            async_copy=SimpleNamespace(async_load=self._gather, mbarrier_arrive=self._arrive_with_copies),
             fence_async_shared=self._fence,
             warpgroup_mma=self._product,
             warpgroup_mma_wait=self._wait_products,
@@ -137,6 +145,22 @@ class WarpGroups:
         buffer.clear()
         barrier.copies.append((buffer, *blocks.block(*(int(_number(x)) for x in place))))
 
+    def _gather(self, buffer: _Buffer, pointers: Any) -> None:
+        """A copy by the threads."""
+        assert buffer.num_readers == 0, "a copy to a buffer that still has readers"
+        buffer.clear()
+        self._current().gathered.append((buffer, tl.load(pointers).handle.data, 0))
+
+    def _arrive_with_copies(self, barrier: _Barrier, increment_count: bool) -> None:
+        """An arrival of each thread of four warps, with the copies that it has begun."""
+        assert not increment_count
+        group = self._current()
+        barrier.copies += group.gathered
+        group.gathered.clear()
+        for _ in range(128):
+            barrier.arrive()
+        self._switch(group)
+
     def _fence(self) -> None:
         self._current().has_fence = True
 
@@ -155,7 +179,7 @@ class WarpGroups:
 
     def _product(self, a: Any, b: Any, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
         assert is_async
-        is_shared = isinstance(a, (_Part, _Buffer))
+        is_shared = isinstance(a, _Buffer | _Part)
         left = a.values() if is_shared else a.handle.data
         value = left.astype(np.float64) @ b.values().astype(np.float64)
         before = sums.value if isinstance(sums, _Product) else sums.handle.data
@@ -249,6 +273,16 @@ class _Pages:
         return self._pool.block(list(place)).handle.data, self.block_type.nbytes
 
 
+class DownGroups(WarpGroups):
+    """The down-projection of grouped_gemm_hopper.py. module: a changed one."""
+
+    def __init__(self, seed: int = 0, module: ModuleType = grouped_gemm_hopper) -> None:
+        super().__init__(module, "down_kernel", seed)
+        self.names["_descriptor"] = lambda values, rows: _Blocks(values.float(), (rows, SCALE_BLOCK), 1)
+        self.names["_num_programs"] = lambda device: 2
+        self.down = self.names["down"]
+
+
 class _Group:
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
@@ -258,6 +292,7 @@ class _Group:
         self.error: BaseException | None = None
         self.under_way: list[_Product] = []
         self.stores: list[tuple[_Buffer, _Blocks, list[int]]] = []
+        self.gathered: list[tuple[_Buffer | _Slice, Any, int]] = []
         self.has_fence = False
         """Since its last store to shared memory."""
 
@@ -347,7 +382,9 @@ class _Buffer:
         self._is_here[part] = True
 
     def slice(self, first: int, count: int, axis: int = 0) -> _Part:
-        return _Slice(self, tuple(slice(first, first + count) if i == axis else slice(None) for i in (0, 1)))
+        return _Slice(
+            self, tuple(slice(first, first + count) if i == axis else slice(None) for i in range(self._is_here.ndim))
+        )
 
     def permute(self, order: tuple[int, int]) -> _Part:
         return _Part(self, lambda x: x.transpose(order))
@@ -365,6 +402,9 @@ class _Part:
 
     def values(self) -> Any:
         return self._view(self._buffer.values())
+
+    def load(self, layout: object) -> Any:
+        return _tensor(self.values().copy())
 
     def permute(self, order: tuple[int, int]) -> _Part:
         return _Part(self, lambda x: x.transpose(order))

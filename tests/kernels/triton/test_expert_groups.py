@@ -21,17 +21,18 @@ def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
     assert torch.equal(groups.pairs_P.long(), order.indices), text
     sizes = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
     begins = [sum(sizes[:expert]) for expert in range(num_experts)]
-    expected = [
-        [expert, begins[expert] + done, min(block_m, sizes[expert] - done)]
-        for expert in range(num_experts)
-        for done in range(0, sizes[expert], block_m)
-    ]
-    rows = groups.tiles_T4.tolist()
-    assert [row[:3] for row in rows if row[2]] == expected, text
-    (num_rows,) = {row[3] for row in rows}
-    assert not any(row[2] for row in rows[num_rows:]), text
-    if ids.numel() > expert_groups._PAIRS_OF_ONE_LAUNCH:
-        assert num_rows == len(expected), f"the tiles must fill the first rows: {text}"
+    for table_T4, size in ((groups.tiles_T4, block_m), (groups.runs_U4, block_m * expert_groups.RUN_TILES.value)):
+        expected = [
+            [expert, begins[expert] + done, min(size, sizes[expert] - done)]
+            for expert in range(num_experts)
+            for done in range(0, sizes[expert], size)
+        ]
+        rows = table_T4.tolist()
+        assert [row[:3] for row in rows if row[2]] == expected, text
+        (num_rows,) = {row[3] for row in rows}
+        assert not any(row[2] for row in rows[num_rows:]), text
+        if ids.numel() > expert_groups._PAIRS_OF_ONE_LAUNCH:
+            assert num_rows == len(expected), f"the tiles must fill the first rows: {text}"
 
 
 @pytest.fixture(params=["one launch", "small chunks", "large chunks"])
@@ -62,6 +63,15 @@ def test_grouping_works_when_chunks_exceed_one_read(device: torch.device, monkey
         7, (2500, 1), generator=torch.Generator(device).manual_seed(3), device=device, dtype=torch.int32
     )
     check_groups(ids, 7, 64)
+
+
+@pytest.mark.usefixtures("way")
+def test_absent_experts_have_neither_tiles_nor_runs(device: torch.device) -> None:
+    ids = torch.randint(6, (300, 1), generator=torch.Generator(device).manual_seed(5), device=device, dtype=torch.int32)
+    groups, expected = group_pairs(ids, 5, 16, all_held=False), group_pairs(ids, 6, 16)
+    assert not groups.all_held
+    for got, table_T4 in ((groups.tiles_T4, expected.tiles_T4), (groups.runs_U4, expected.runs_U4)):
+        assert [row for row in got.tolist() if row[2]] == [row for row in table_T4.tolist() if row[2] and row[0] < 5]
 
 
 def test_programs_sharing_tile_match_programs_of_smaller_tiles(device: torch.device) -> None:
