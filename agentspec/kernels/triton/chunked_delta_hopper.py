@@ -3,7 +3,12 @@ chunked_delta._fold_blocks, for heads of 128 by 128.
 
 All matrices are transposed compared with _fold_blocks, as a state lies in memory: value dims are rows. Then the state,
 and each block's update of it, are left operands and never leave the registers; Triton's own compiler passes both
-through shared memory in every block. Four warps fold, one fetches their operands, and one stores the outputs.
+through shared memory in every block.
+
+A state depends on the one before by two products, and there are too few programs to hide how long these take. So four
+warps (_advance) compute states only. They leave copies of the state before each block and of the block's delta, both
+rounded, in shared memory, from which four others (_read) compute the outputs meanwhile. Three more warps fetch the
+operands of the first, fetch those of the second, and store the outputs.
 
 Bits are those of _fold_blocks. Knows nothing of how operands are computed: see chunked_delta_blocks.py, also for terms
 and shape letters.
@@ -51,19 +56,23 @@ HEAD_DIM = 128
 BLOCK_D = 64
 """Value dims per program: the least rows of a product."""
 NUM_WARPS = 4
-"""Warps that fold."""
+"""Warps that advance."""
 
 _T = gl.constexpr(BLOCK_TOKENS)
 _K = gl.constexpr(HEAD_DIM)
 _D = gl.constexpr(BLOCK_D)
 _TILES = gl.constexpr(HEAD_DIM // BLOCK_D)
-_STAGES = gl.constexpr(3)
-"""Pipeline stages: blocks whose operands fit at once."""
-_FETCH_REGISTERS, _STORE_REGISTERS = gl.constexpr(40), gl.constexpr(72)
-"""Registers of a thread that fetches and of one that stores; the folding threads get the rest."""
+_UPDATE_STAGES, _READ_STAGES = gl.constexpr(3), gl.constexpr(2)
+"""Pipeline stages: blocks of which the operands of _advance, and those of _read, fit at once."""
+_OUT_STAGES = gl.constexpr(1)
+"""Blocks of which outputs fit at once. There is no room for more."""
+assert _UPDATE_STAGES.value <= _READ_STAGES.value + 1, "_fetch_updates would miss a phase of the states' barriers"
+_READ_REGISTERS, _FETCH_REGISTERS, _STORE_REGISTERS = gl.constexpr(152), gl.constexpr(40), gl.constexpr(72)
+"""Registers of a thread that reads, of one that fetches and of one that stores; the advancing threads get the rest."""
 
 _FROM_START = gl.constexpr(blocks.FROM_START.value)
 _NUM_GATES = gl.constexpr(blocks.NUM_GATES.value)
+_HALVES = gl.constexpr(blocks.HALVES.value)
 assert blocks.TO_END.value == blocks.FROM_START.value + 1, "both are copied at once"
 
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -104,93 +113,113 @@ def _rows(x: Tensor, columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _fetch(operands, buffers, barriers, gates_MVGT, place, V: gl.constexpr, REPEATS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The fetching warp: loads every block's operands into the next free buffers."""
-    keys, values, w, reads = operands
-    w_buffers, q_buffers, k_buffers, u_buffers, read_buffers, gate_buffers, _ = buffers
-    ready, free, _, _ = barriers
-    first_block, num_blocks, head, first_d = place
-    num_bytes: gl.constexpr = (
-        w.block_type.nbytes + 2 * keys.block_type.nbytes + values.block_type.nbytes + reads.block_type.nbytes
-    )
-    i = gl.arange(0, 2 * _T, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    for j in range(num_blocks):
-        stage = j % _STAGES
-        barrier = ready.index(stage)
-        head_block = (first_block + j) * V + head
-        row = head_block * _T
-        key_row = ((first_block + j) * (2 * (V // REPEATS)) + head // REPEATS) * _T
-        mbarrier.wait(free.index(stage), (j // _STAGES & 1) ^ 1)
-        mbarrier.expect(barrier, num_bytes)
-        _copy_block(w, [row, 0], barrier, w_buffers.index(stage))
-        _copy_block(keys, [key_row, 0], barrier, q_buffers.index(stage))
-        _copy_block(values, [row, first_d], barrier, u_buffers.index(stage))
-        _copy_block(keys, [key_row + (V // REPEATS) * _T, 0], barrier, k_buffers.index(stage))
-        _copy_block(reads, [row, 0], barrier, read_buffers.index(stage))
-        _copy_values(
-            gate_buffers.index(stage), gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i
-        )
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
+def _copy_gates(buffer, gates_MVGT, head_block, barrier, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a block's gates from FROM_START on."""
+    i = gl.arange(0, COUNT, layout=gl.BlockedLayout([COUNT // 32], [32], [1], [0]))
+    _copy_values(buffer, gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
-def _store(out, out_NX, buffers, barriers, blocks_MF, place, V: gl.constexpr):  # type: ignore[no-untyped-def]
+def _fetch_updates(operands, updates, state_full, gates_MVGT, place, V: gl.constexpr, REPEATS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A fetching warp: loads _advance's operands of every block into the next free buffers."""
+    w, keys, values = operands
+    w_buffers, k_buffers, u_buffers, gate_buffers, ready = updates
+    first_block, num_blocks, head, first_d = place
+    num_bytes: gl.constexpr = w.block_type.nbytes + keys.block_type.nbytes + values.block_type.nbytes
+    for j in range(num_blocks):
+        stage = j % _UPDATE_STAGES
+        barrier = ready.index(stage)
+        head_block = (first_block + j) * V + head
+        row = head_block * _T
+        key_row = ((first_block + j) * (2 * (V // REPEATS)) + V // REPEATS + head // REPEATS) * _T
+        # The buffers are free when the state after their block is handed over.
+        after = j - (_UPDATE_STAGES - 1)
+        if after > 0:
+            mbarrier.wait(state_full.index(after % _READ_STAGES), after // _READ_STAGES & 1)
+        mbarrier.expect(barrier, num_bytes)
+        _copy_block(w, [row, 0], barrier, w_buffers.index(stage))
+        _copy_block(values, [row, first_d], barrier, u_buffers.index(stage))
+        _copy_block(keys, [key_row, 0], barrier, k_buffers.index(stage))
+        _copy_gates(gate_buffers.index(stage), gates_MVGT, head_block, barrier, 2 * _T)
+
+
+@gluon.jit
+def _fetch_queries(operands, queries, released, gates_MVGT, place, V: gl.constexpr, REPEATS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A fetching warp: loads _read's operands of every block into the next free buffers."""
+    keys, reads = operands
+    q_buffers, read_buffers, gate_buffers, ready = queries
+    first_block, num_blocks, head, _ = place
+    num_bytes: gl.constexpr = keys.block_type.nbytes + reads.block_type.nbytes
+    for j in range(num_blocks):
+        stage = j % _READ_STAGES
+        barrier = ready.index(stage)
+        head_block = (first_block + j) * V + head
+        query_row = ((first_block + j) * (2 * (V // REPEATS)) + head // REPEATS) * _T
+        mbarrier.wait(released.index(stage), (j // _READ_STAGES & 1) ^ 1)
+        mbarrier.expect(barrier, num_bytes)
+        _copy_block(keys, [query_row, 0], barrier, q_buffers.index(stage))
+        _copy_block(reads, [head_block * _T, 0], barrier, read_buffers.index(stage))
+        _copy_gates(gate_buffers.index(stage), gates_MVGT, head_block, barrier, _T)
+
+
+@gluon.jit
+def _store(out, out_NX, outs, blocks_MF, place, V: gl.constexpr):  # type: ignore[no-untyped-def]
     """The storing warp: stores the outputs of every block to its tokens."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    _, _, _, _, _, _, out_buffers = buffers
-    _, _, full, empty = barriers
+    buffers, full, empty = outs
     first_block, num_blocks, head, first_d = place
     t = gl.arange(0, 16, layout=gl.SliceLayout(1, rows))
     d = gl.arange(0, _D, layout=gl.SliceLayout(0, rows))
     column = head * _K + first_d
-    # The first handover comes before any block was processed and is empty.
-    for j in range(num_blocks + 1):
-        buffer = out_buffers.index(j % 2)
-        mbarrier.wait(full.index(j % 2), j // 2 & 1)
-        if j > 0:
-            block = blocks_MF + (first_block + j - 1).to(gl.int64) * NUM_BLOCK_FIELDS
-            begin = gl.load(block + BLOCK_OFFSET)
-            count = gl.load(block + BLOCK_COUNT).to(gl.int32)
-            if count == _T:
-                _copy_out(out, [begin.to(gl.int32), column], buffer)
-                tma.store_wait(0)
-            else:
-                for first in gl.static_range(0, _T, 16):
-                    at = gl.expand_dims((begin + first + t) * (V * _K), 1) + gl.expand_dims(column + d, 0)
-                    gl.store(out_NX + at, buffer.slice(first, 16).load(rows), mask=gl.expand_dims(first + t < count, 1))
-        mbarrier.arrive(empty.index(j % 2), count=1)
+    for j in range(num_blocks):
+        stage = j % _OUT_STAGES
+        buffer = buffers.index(stage)
+        block = blocks_MF + (first_block + j).to(gl.int64) * NUM_BLOCK_FIELDS
+        begin = gl.load(block + BLOCK_OFFSET)
+        count = gl.load(block + BLOCK_COUNT).to(gl.int32)
+        mbarrier.wait(full.index(stage), j // _OUT_STAGES & 1)
+        if count == _T:
+            _copy_out(out, [begin.to(gl.int32), column], buffer)
+            tma.store_wait(0)
+        else:
+            for first in gl.static_range(0, _T, 16):
+                at = gl.expand_dims((begin + first + t) * (V * _K), 1) + gl.expand_dims(column + d, 0)
+                gl.store(out_NX + at, buffer.slice(first, 16).load(rows), mask=gl.expand_dims(first + t < count, 1))
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Allocate COUNT barriers, each of which waits for ARRIVALS."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
 def _buffers():  # type: ignore[no-untyped-def]
-    """Allocate the buffers of w, q, k, u, reads, gates and outputs."""
+    """Allocate all buffers and barriers: (_advance's operands, _read's operands, what the first hands to the second,
+    outputs)."""
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, _K], gl.bfloat16)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, _D], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    w = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _T, _K], wide)
-    q = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _T, _K], wide)
-    k = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _T, _K], wide)
-    u = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _T, _D], narrow)
-    reads = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _T, _T], narrow)
-    gates = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * _T], plain)
-    return w, q, k, u, reads, gates, gl.allocate_shared_memory(gl.bfloat16, [2, _T, _D], narrow)
-
-
-@gluon.jit
-def _barriers():  # type: ignore[no-untyped-def]
-    """Allocate the barriers: a block's operands are loaded, and released; a block's outputs are written, and stored."""
-    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_STAGES):
-        # TMA, and the 32 threads that copy gates.
-        mbarrier.init(ready.index(i), count=1 + 32)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    return ready, free, full, empty
+    w = gl.allocate_shared_memory(gl.bfloat16, [_UPDATE_STAGES, _T, _K], wide)
+    k = gl.allocate_shared_memory(gl.bfloat16, [_UPDATE_STAGES, _T, _K], wide)
+    u = gl.allocate_shared_memory(gl.bfloat16, [_UPDATE_STAGES, _T, _D], narrow)
+    gates = gl.allocate_shared_memory(gl.float32, [_UPDATE_STAGES, 2 * _T], plain)
+    # Operands are loaded by TMA, and by the 32 threads that copy gates.
+    updates = (w, k, u, gates, _barriers(_UPDATE_STAGES, 1 + 32))
+    q = gl.allocate_shared_memory(gl.bfloat16, [_READ_STAGES, _T, _K], wide)
+    reads = gl.allocate_shared_memory(gl.bfloat16, [_READ_STAGES, _T, _T], narrow)
+    gates = gl.allocate_shared_memory(gl.float32, [_READ_STAGES, _T], plain)
+    queries = (q, reads, gates, _barriers(_READ_STAGES, 1 + 32))
+    states = gl.allocate_shared_memory(gl.bfloat16, [_READ_STAGES, _D, _K], wide)
+    deltas = gl.allocate_shared_memory(gl.bfloat16, [_READ_STAGES, _D, _T], narrow)
+    handed = (states, deltas, _barriers(_READ_STAGES, 1), _barriers(_READ_STAGES, 1), _barriers(_READ_STAGES, 1))
+    outs = gl.allocate_shared_memory(gl.bfloat16, [_OUT_STAGES, _T, _D], narrow)
+    return updates, queries, handed, (outs, _barriers(_OUT_STAGES, 1), _barriers(_OUT_STAGES, 1))
 
 
 @gluon.jit
@@ -215,21 +244,18 @@ def _save(state_DK, row, ssm_RVDK, ssm_stride, in_state, conv_rows, conv_R3C, co
             gl.store(conv_R3C + row * conv_stride + i * C + channel, conv_rows[i], mask=channel < C)
 
 
-@gluon.jit
-def _hand_over(o_DT, j, out_buffers, full):  # type: ignore[no-untyped-def]
-    """Pass a block's outputs to the storing warp, in a buffer that is empty."""
-    out_buffers.index(j % 2).permute((1, 0)).store(o_DT)
-    fence_async_shared()
-    mbarrier.arrive(full.index(j % 2), count=1)
+@gluon.constexpr_function
+def _product_layout(columns: int) -> gl.NVMMADistributedLayout:
+    """Of a product's results with BLOCK_D rows, in four warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def _fold(  # type: ignore[no-untyped-def]
+def _advance(  # type: ignore[no-untyped-def]
     pools,
     blocks_MF,
-    gates_MVGT,
-    buffers,
-    barriers,
+    updates,
+    handed,
     offset,
     read_row,
     place,
@@ -237,19 +263,17 @@ def _fold(  # type: ignore[no-untyped-def]
     REPEATS: gl.constexpr,
     BLOCK_C: gl.constexpr,
 ):
-    """The four folding warps: process the states block after block."""
-    read_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _T, 16]
-    )
-    state_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _K, 16]
-    )
-    seen_layout: gl.constexpr = gl.DotOperandLayout(0, read_layout, 2)
+    """Four warps: process the states block after block, and hand over what _read takes of them.
+
+    Whatever does not depend on a product stands between its start and the wait for it, waits for barriers too."""
+    taken_layout: gl.constexpr = _product_layout(_T)
+    state_layout: gl.constexpr = _product_layout(_K)
+    seen_layout: gl.constexpr = gl.DotOperandLayout(0, taken_layout, 2)
     delta_layout: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
     C: gl.constexpr = 2 * (V // REPEATS) * _K + V * _K
     projected_NP, x_stride, ssm_RVDK, ssm_stride, conv_R3C, conv_stride = pools
-    w_buffers, q_buffers, k_buffers, u_buffers, read_buffers, gate_buffers, out_buffers = buffers
-    ready, free, full, empty = barriers
+    w_buffers, k_buffers, u_buffers, gate_buffers, ready = updates
+    states, deltas, state_full, delta_full, released = handed
     first_block, num_blocks, head, first_d = place
     d = gl.arange(0, _D, layout=gl.SliceLayout(1, state_layout))
     k_dim = gl.arange(0, _K, layout=gl.SliceLayout(0, state_layout))
@@ -261,49 +285,85 @@ def _fold(  # type: ignore[no-untyped-def]
     for i in gl.static_range(3):
         past += (gl.load(conv_R3C + read_row * conv_stride + i * C + channel, mask=channel < C, other=0.0),)
     _barrier()  # a thread may store a place that another thread loads
-    seen = gl.convert_layout(state.to(gl.bfloat16), seen_layout)
-    nothing = gl.zeros([_D, _T], gl.float32, read_layout)
-    o = nothing.to(gl.bfloat16)
-    end = offset
+    nothing = gl.zeros([_D, _T], gl.float32, taken_layout)
+    mbarrier.wait(ready.index(0), 0)
+    decay = _decay(gate_buffers.index(0), state_layout)
     for j in range(num_blocks):
-        stage = j % _STAGES
+        stage = j % _UPDATE_STAGES
+        turn = j % _READ_STAGES
         block = blocks_MF + (first_block + j).to(gl.int64) * NUM_BLOCK_FIELDS
-        decay = gl.load(
-            gates_MVGT + (((first_block + j) * V + head).to(gl.int64) * _NUM_GATES + _FROM_START) * _T + (_T - 1)
-        )
-        end += gl.load(block + BLOCK_COUNT).to(gl.int32)
         save_row = gl.load(block + SAVE_ROW)
-        # All waits come before the products: during a product the compiler allows no wait in a loop.
-        mbarrier.wait(empty.index(j % 2), (j // 2 & 1) ^ 1)
-        mbarrier.wait(ready.index(stage), j // _STAGES & 1)
+        rounded = state.to(gl.bfloat16)
+        seen = gl.convert_layout(rounded, seen_layout)
         taken = warpgroup_mma(seen, w_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        read = warpgroup_mma(seen, q_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        _hand_over(o, j, out_buffers, full)
-        decayed = state * decay
-        u = u_buffers.index(stage).permute((1, 0)).load(read_layout)
-        gates = gate_buffers.index(stage)
-        to_end = gates.slice(_T, _T).load(gl.SliceLayout(0, read_layout))
-        taken = warpgroup_mma_wait(1, deps=[taken])
-        delta = u.to(gl.float32) - taken
+        u = _in_float32(u_buffers.index(stage).permute((1, 0)).load(taken_layout))
+        decayed = state * gl.expand_dims(decay, 1)
+        # Without the branch the compiler puts the work above between the parts of the product, which then ends later.
+        if j >= _READ_STAGES:
+            mbarrier.wait(released.index(turn), (j // _READ_STAGES & 1) ^ 1)
+        states.index(turn).store(rounded)
+        fence_async_shared()
+        mbarrier.arrive(state_full.index(turn), count=1)
+        # The first access to shared memory after an arrival waits for all warps: rather here than after the product.
+        to_end = gate_buffers.index(stage).slice(_T, _T).load(gl.SliceLayout(0, taken_layout))
+        taken = warpgroup_mma_wait(0, deps=[taken])
+        delta = u - taken
         written = gl.convert_layout((delta * gl.expand_dims(to_end, 0)).to(gl.bfloat16), delta_layout)
         new_state = warpgroup_mma(written, k_buffers.index(stage), decayed, is_async=True)
-        delta_read = gl.convert_layout(delta.to(gl.bfloat16), seen_layout)
-        from_start = gates.slice(0, _T).load(gl.SliceLayout(0, read_layout))
-        read = warpgroup_mma_wait(1, deps=[read])
-        sums = warpgroup_mma(
-            delta_read, read_buffers.index(stage).permute((1, 0)), read * gl.expand_dims(from_start, 0), is_async=True
-        )
-        state = warpgroup_mma_wait(1, deps=[new_state])
-        seen = gl.convert_layout(state.to(gl.bfloat16), seen_layout)
-        o = warpgroup_mma_wait(0, deps=[sums]).to(gl.bfloat16)
-        mbarrier.arrive(free.index(stage), count=1)
+        deltas.index(turn).store(delta.to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(delta_full.index(turn), count=1)
+        # The last block waits for itself: a branch here would cost a barrier of the warps before the next product.
+        following = gl.minimum(j + 1, num_blocks - 1)
+        mbarrier.wait(ready.index(following % _UPDATE_STAGES), following // _UPDATE_STAGES & 1)
+        decay = _decay(gate_buffers.index(following % _UPDATE_STAGES), state_layout)
+        state = warpgroup_mma_wait(0, deps=[new_state])
         if save_row >= 0:
+            end = (gl.load(block + BLOCK_OFFSET) + gl.load(block + BLOCK_COUNT)).to(gl.int32)
             rows = _conv_rows(projected_NP + offset.to(gl.int64) * x_stride, x_stride, end - offset, past, channel, C)
             second_row = gl.load(block + SECOND_SAVE_ROW)
             _save(state, save_row, ssm_RVDK, ssm_stride, in_state, rows, conv_R3C, conv_stride, channel, C)
             _save(state, second_row, ssm_RVDK, ssm_stride, in_state, rows, conv_R3C, conv_stride, channel, C)
-    mbarrier.wait(empty.index(num_blocks % 2), (num_blocks // 2 & 1) ^ 1)
-    _hand_over(o, num_blocks, out_buffers, full)
+
+
+@gluon.jit
+def _decay(gates, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The decay over a whole block, [1]."""
+    return gates.slice(_T - 1, 1).load(gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _in_float32(x):  # type: ignore[no-untyped-def]
+    """Convert from bfloat16, with HALVES."""
+    return gl.inline_asm_elementwise(_HALVES, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _read(num_blocks, queries, handed, outs):  # type: ignore[no-untyped-def]
+    """Four warps: compute every block's outputs, and pass them to the storing warp."""
+    layout: gl.constexpr = _product_layout(_T)
+    q_buffers, read_buffers, gate_buffers, ready = queries
+    states, deltas, state_full, delta_full, released = handed
+    buffers, full, empty = outs
+    nothing = gl.zeros([_D, _T], gl.float32, layout)
+    for j in range(num_blocks):
+        stage = j % _READ_STAGES
+        phase = j // _READ_STAGES & 1
+        mbarrier.wait(ready.index(stage), phase)
+        mbarrier.wait(state_full.index(stage), phase)
+        q = q_buffers.index(stage).permute((1, 0))
+        read = warpgroup_mma(states.index(stage), q, nothing, use_acc=False, is_async=True)
+        from_start = gate_buffers.index(stage).load(gl.SliceLayout(0, layout))
+        read = warpgroup_mma_wait(0, deps=[read]) * gl.expand_dims(from_start, 0)
+        mbarrier.wait(delta_full.index(stage), phase)
+        sums = warpgroup_mma(deltas.index(stage), read_buffers.index(stage).permute((1, 0)), read, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[sums]).to(gl.bfloat16)
+        mbarrier.arrive(released.index(stage), count=1)
+        out_stage = j % _OUT_STAGES
+        mbarrier.wait(empty.index(out_stage), (j // _OUT_STAGES & 1) ^ 1)
+        buffers.index(out_stage).permute((1, 0)).store(o)
+        fence_async_shared()
+        mbarrier.arrive(full.index(out_stage), count=1)
 
 
 @gluon.jit
@@ -336,8 +396,7 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     num_blocks = gl.load(span + NUM_BLOCKS).to(gl.int32)
     if num_blocks == 0:
         return
-    buffers = _buffers()
-    barriers = _barriers()
+    updates, queries, handed, outs = _buffers()
     offset = gl.load(span + OFFSET).to(gl.int32)
     read_row = gl.load(span + READ_ROW)
     place = (
@@ -349,10 +408,12 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     pools = (projected_NP, x_stride, ssm_RVDK, ssm_stride, conv_R3C, conv_stride)
     gl.warp_specialize(
         [
-            (_fold, (pools, blocks_MF, gates_MVGT, buffers, barriers, offset, read_row, place, V, REPEATS, BLOCK_C)),
-            (_fetch, ((keys, values, w, reads), buffers, barriers, gates_MVGT, place, V, REPEATS)),
-            (_store, (out, out_NX, buffers, barriers, blocks_MF, place, V)),
+            (_advance, (pools, blocks_MF, updates, handed, offset, read_row, place, V, REPEATS, BLOCK_C)),
+            (_read, (num_blocks, queries, handed, outs)),
+            (_fetch_updates, ((w, keys, values), updates, handed[2], gates_MVGT, place, V, REPEATS)),
+            (_fetch_queries, ((keys, reads), queries, handed[4], gates_MVGT, place, V, REPEATS)),
+            (_store, (out, out_NX, outs, blocks_MF, place, V)),
         ],
-        [1, 1],
-        [_FETCH_REGISTERS, _STORE_REGISTERS],
+        [4, 1, 1, 1],
+        [_READ_REGISTERS, _FETCH_REGISTERS, _FETCH_REGISTERS, _STORE_REGISTERS],
     )

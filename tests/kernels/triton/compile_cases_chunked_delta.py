@@ -123,8 +123,6 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> CompileCase:
         },
         num_warps=chunked_delta_hopper.NUM_WARPS,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
-        # Triton 3.6, with which it was measured, uses none.
-        stack_bytes=32,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor"),
     )
 

@@ -1,10 +1,12 @@
-"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py, prefill_attention_groups.py and the down-projection of
-grouped_gemm_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's interpreter.
+"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py, prefill_attention_groups.py, chunked_delta_hopper.py and
+the down-projection of grouped_gemm_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's
+interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
 arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
-what it writes can't be read. A buffer that a product or a copy in flight reads can't be overwritten. Programs run in
-any given order, which decides who arrives last.
+what it writes can't be read. A buffer that a product or a copy in flight reads can't be overwritten. What a group
+stores to a buffer is visible to products and copies once it has passed a fence. Programs run in any given order, which
+decides who arrives last.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
 from agentspec.kernels.triton import (
+    chunked_delta_hopper,
     grouped_gemm_hopper,
     linear_hopper,
     prefill_attention_groups,
@@ -29,6 +32,7 @@ from agentspec.kernels.triton import (
     swiglu_hopper,
 )
 from agentspec.kernels.weights import SCALE_BLOCK
+from agentspec.types import BLOCK_TOKENS
 from tests.kernels.triton.gluon_in_interpreter import _interpreted, _Kernel, _number, _Pool, _Ring, prompt_pages
 
 
@@ -81,7 +85,7 @@ class WarpGroups:
     def _run_groups(self, groups: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(groups) - 1
         self._groups.clear()
-        members = [_Group(function, arguments) for function, arguments in groups]
+        members = [_Group(*group, warps) for group, warps in zip(groups, [4, *num_warps], strict=True)]
         for member in members:
             member.start(self)
         self._switch(None)
@@ -152,21 +156,23 @@ class WarpGroups:
         self._current().gathered.append((buffer, tl.load(pointers).handle.data, 0))
 
     def _arrive_with_copies(self, barrier: _Barrier, increment_count: bool) -> None:
-        """An arrival of each thread of four warps, with the copies that it has begun."""
+        """An arrival of each of the group's threads, with the copies that it has begun."""
         assert not increment_count
         group = self._current()
         barrier.copies += group.gathered
         group.gathered.clear()
-        for _ in range(128):
+        for _ in range(32 * group.num_warps):
             barrier.arrive()
         self._switch(group)
 
     def _fence(self) -> None:
-        self._current().has_fence = True
+        for buffer in self._current().written:
+            buffer.is_visible = True
+        self._current().written.clear()
 
     def _copy_out(self, blocks: _Blocks, place: list[Any], buffer: _Buffer) -> None:
         group = self._current()
-        assert group.has_fence, "a copy of a buffer whose values are not yet visible to it"
+        assert buffer.is_visible, "a copy of a buffer whose values are not yet visible to it"
         buffer.num_readers += 1
         group.stores.append((buffer, blocks, [int(_number(x)) for x in place]))
 
@@ -184,6 +190,7 @@ class WarpGroups:
         value = left.astype(np.float64) @ b.values().astype(np.float64)
         before = sums.value if isinstance(sums, _Product) else sums.handle.data
         buffers = [b.whole(), a.whole()] if is_shared else [b.whole()]
+        assert all(buffer.is_visible for buffer in buffers), "a product of values that are not yet visible to it"
         product = _Product((value + before if use_acc else value).astype(np.float32), buffers)
         self._current().under_way.append(product)
         return product
@@ -283,9 +290,24 @@ class DownGroups(WarpGroups):
         self.down = self.names["down"]
 
 
+class FoldGroups(WarpGroups):
+    """chunked_delta_hopper.py, in place of that module for chunked_delta.py. module: a changed one."""
+
+    def __init__(self, seed: int = 0, module: ModuleType = chunked_delta_hopper) -> None:
+        super().__init__(module, "fold_blocks", seed)
+        self.names["gl"].bfloat16 = tl.float32
+        self.names["_rows"] = lambda x, columns: _Blocks(x.flatten(0, -2), (BLOCK_TOKENS, columns), 2)
+        self.names["_in_float32"] = lambda x: x
+        self.operands, self.fold_blocks = self.names["operands"], self.names["fold_blocks"]
+        self.BLOCK_D, self.NUM_WARPS = module.BLOCK_D, module.NUM_WARPS
+
+    def is_supported(self, *_: object) -> bool:
+        return True
+
+
 class _Group:
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
+    def __init__(self, function: Any, arguments: tuple[Any, ...], num_warps: int) -> None:
+        self.function, self.arguments, self.num_warps = function, arguments, num_warps
         self.turn = threading.Semaphore(0)
         self.is_able: Callable[[], bool] = lambda: True
         self.is_done = self.is_stopped = False
@@ -293,8 +315,8 @@ class _Group:
         self.under_way: list[_Product] = []
         self.stores: list[tuple[_Buffer, _Blocks, list[int]]] = []
         self.gathered: list[tuple[_Buffer | _Slice, Any, int]] = []
-        self.has_fence = False
-        """Since its last store to shared memory."""
+        self.written: list[_Buffer] = []
+        """Since its last fence."""
 
     def start(self, machine: WarpGroups) -> None:
         is_registered = threading.Event()
@@ -356,6 +378,7 @@ class _Buffer:
         self._data: Any = None
         self._is_here = np.zeros(shape, bool)
         self.num_readers = 0
+        self.is_visible = True
 
     def whole(self) -> _Buffer:
         return self
@@ -369,8 +392,9 @@ class _Buffer:
 
     def store(self, value: Any, part: Any = ...) -> None:
         assert self.num_readers == 0, "a store to a buffer that still has readers"
-        self._machine._current().has_fence = False
+        self._machine._current().written.append(self)
         self.fill(value.handle.data, part)
+        self.is_visible = False
 
     def clear(self, part: Any = ...) -> None:
         self._is_here[part] = False
@@ -380,11 +404,11 @@ class _Buffer:
             self._data = np.zeros(self._is_here.shape, block.dtype)
         self._data[part] = block
         self._is_here[part] = True
+        self.is_visible = True
 
     def slice(self, first: int, count: int, axis: int = 0) -> _Part:
-        return _Slice(
-            self, tuple(slice(first, first + count) if i == axis else slice(None) for i in range(self._is_here.ndim))
-        )
+        axes = range(self._is_here.ndim)
+        return _Slice(self, tuple(slice(first, first + count) if i == axis else slice(None) for i in axes))
 
     def permute(self, order: tuple[int, int]) -> _Part:
         return _Part(self, lambda x: x.transpose(order))
@@ -409,14 +433,15 @@ class _Part:
     def permute(self, order: tuple[int, int]) -> _Part:
         return _Part(self, lambda x: x.transpose(order))
 
+    def store(self, value: Any) -> None:
+        """To a transposed buffer."""
+        self._buffer.store(_tensor(self._view(value.handle.data)))
+
 
 class _Slice(_Part):
     def __init__(self, buffer: _Buffer, part: tuple[slice, ...]) -> None:
         super().__init__(buffer, lambda x: x[part])
         self._part = part
-
-    def load(self, layout: object) -> Any:
-        return _tensor(self.values().copy())
 
     def store(self, value: Any) -> None:
         self.whole().store(value, self._part)
