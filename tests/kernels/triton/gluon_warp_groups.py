@@ -85,7 +85,10 @@ class WarpGroups:
     def _run_groups(self, groups: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(groups) - 1
         self._groups.clear()
-        members = [_Group(*group, warps) for group, warps in zip(groups, [4, *num_warps], strict=True)]
+        members = [
+            _Group(function, arguments, warps)
+            for (function, arguments), warps in zip(groups, [4, *num_warps], strict=True)
+        ]
         for member in members:
             member.start(self)
         self._switch(None)
