@@ -56,8 +56,9 @@ from agentspec.types import BLOCK_TOKENS
 
 _MIN_DOT = 16
 """Smallest side of a product."""
-_CONVOLVE_WARPS, _CONVOLVE_ROWS = 4, 16
-"""Few rows at a time need few registers, so that enough programs are resident."""
+_CONVOLVE_WARPS = 4
+_CONVOLVE_SIZES = {"TILE": 1024, "AT_ONCE": 2, "GATE_HEADS": 8}
+"""A thread has eight channels, which 16-byte loads need, of few tokens at a time."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
 """Limits registers so that three programs are resident per multiprocessor, which outweighs the few spills."""
 _NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64
@@ -131,9 +132,10 @@ def gated_delta_prefill(
     heads = {"V": num_heads, "REPEATS": num_heads // num_key_heads}
     dims = {"D": value_dim, "K": key_dim}
     padded = {"T": BLOCK_TOKENS, "PADDED_D": padded_d, "PADDED_K": padded_k}
-    convolve_blocks[(2 * num_key_heads + num_heads, num_blocks)](
+    num_convolved = 2 * num_key_heads + num_heads
+    convolve_blocks[(num_convolved + triton.cdiv(num_heads, _CONVOLVE_SIZES["GATE_HEADS"]), num_blocks)](
         *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
-        ROWS=_CONVOLVE_ROWS, num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **overlapped(),
+        num_warps=_CONVOLVE_WARPS, **_CONVOLVE_SIZES, **heads, **dims, **padded, **overlapped(),
     )  # fmt: skip
     solve_blocks[(num_heads, num_blocks)](
         batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **overlapped()

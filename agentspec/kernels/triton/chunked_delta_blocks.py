@@ -14,6 +14,9 @@ Knows nothing of states and rows, except that it reads the convolution's. Shape 
 prefill_batch.py; T is BLOCK_TOKENS, to which scratch tensors are padded with zeros, E the key heads.
 """
 
+# mypy: disable-error-code="assignment"
+# Tuples grow in unrolled loops of kernels, which changes their type.
+
 from __future__ import annotations
 
 import triton
@@ -153,70 +156,107 @@ def _taps(conv_C4, channel, is_channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _convolved(  # type: ignore[no-untyped-def]
-    x,
-    x_stride,
-    past,
-    before,
-    first,
-    count,
-    taps,
-    first_channel,
-    SIZE: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """SiLU of the convolution of SIZE channels from first_channel on, for ROWS tokens of a block from `first` on,
-    float32 [ROWS, BLOCK]; zeros after the last channel and from token `count` on.
-
-    x: the block's first token. past: the convolution state at the start of the span, of which `before` tokens precede
-    the block."""
-    t, c = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    channel = first_channel + c
-    y = tl.zeros((ROWS, BLOCK), tl.float32)
-    if (before + first >= 3) & (first + ROWS <= count):  # the usual case in a long prompt
-        place = x + (t - 3)[:, None] * x_stride + channel[None, :]
-        for tap in tl.static_range(4):
-            rows = (
-                tl.load(place + tap * x_stride)
-                if SIZE == BLOCK
-                else tl.load(place + tap * x_stride, mask=(c < SIZE)[None, :], other=0.0)
-            )
-            y += _in_float32(rows) * taps[tap][None, :]
-    else:
-        is_real = (t < count)[:, None] & (c < SIZE)[None, :]
-        for tap in tl.static_range(4):
-            source = t + (tap - 3)
-            is_in_span = (source + before >= 0)[:, None]
-            value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=is_real & is_in_span, other=0.0).to(
-                tl.float32
-            )
-            place = past + (source + before + 3)[:, None] * C + channel[None, :]
-            value += tl.load(place, mask=is_real & (source + before < 0)[:, None], other=0.0).to(tl.float32)
-            y += value * taps[tap][None, :]
-    return y * fast_sigmoid(y)
+def _store_tokens(y, scale, place, IS_KEY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store SiLU of the convolution's y, for a key head normed and times `scale`."""
+    y *= fast_sigmoid(y)
+    if IS_KEY:
+        y *= tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + _L2_EPS) * scale
+    tl.store(place, y.to(place.dtype.element_ty))
 
 
 @triton.jit
-def _store_gates(raw, x_stride, count, rate, dt_bias, gates, V: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is
-    V elements after it.
+def _store_runs(  # type: ignore[no-untyped-def]
+    rows, place_x, x_stride, taps, start, count, is_channel, scale, out, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    AT_ONCE: tl.constexpr, IS_WHOLE: tl.constexpr, IS_KEY: tl.constexpr
+):  # fmt: skip
+    """Convolve and store every run, AT_ONCE tokens of it at a time: few loads in flight need few registers, so that
+    many programs are resident.
+
+    rows: x of the three tokens before each run. place_x, out: of a run's first token. IS_WHOLE: `count` and is_channel
+    exclude nothing."""
+    for first in tl.range(0, RUN, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            mask = None if IS_WHOLE else (start + (first + i) < count) & is_channel
+            rows += (tl.load(place_x + (first + i) * x_stride, mask=mask, other=None if IS_WHOLE else 0.0),)
+        for i in tl.static_range(AT_ONCE):
+            y = tl.zeros(rows[0].shape, tl.float32)
+            for tap in tl.static_range(4):
+                y += _in_float32(rows[i + tap]) * taps[tap][None, :]
+            if not IS_WHOLE:
+                y = tl.where(start + (first + i) < count, y, 0.0)
+            _store_tokens(y, scale, out + (first + i) * BLOCK, IS_KEY)
+        rows = (rows[AT_ONCE], rows[AT_ONCE + 1], rows[AT_ONCE + 2])
+
+
+@triton.jit
+def _convolve_head(  # type: ignore[no-untyped-def]
+    projected_NP, x_stride, conv_C4, conv_R3C, conv_stride, spans_UF, blocks_MF, m, first_channel, scale, out,
+    C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, IS_KEY: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Store the convolution of a head, its SIZE channels from first_channel on, in block m to out [T, BLOCK]; zeros
+    after the last channel and the last token.
+
+    A tensor has TILE values: a row for each run of adjacent tokens. So a thread has the tokens of a run one after the
+    other, and loads each row of x once for the four outputs that it enters."""
+    GROUPS: tl.constexpr = TILE // BLOCK
+    RUN: tl.constexpr = T // GROUPS
+    STEP: tl.constexpr = AT_ONCE if RUN > AT_ONCE else RUN
+    c, start = tl.arange(0, BLOCK), (tl.arange(0, GROUPS) * RUN)[:, None]
+    channel, is_channel = first_channel + c, (c < SIZE)[None, :]
+    taps = _taps(conv_C4, channel, c < SIZE)
+    await_previous(PDL)
+    # All that decides about the usual case is loaded at once: its rows wait for nothing else.
+    block = blocks_MF + m * NUM_BLOCK_FIELDS
+    count, offset, span = tl.load(block + BLOCK_COUNT), tl.load(block + BLOCK_OFFSET), tl.load(block + BLOCK_SPAN)
+    earlier_span = tl.load(block - NUM_BLOCK_FIELDS + BLOCK_SPAN, mask=m > 0, other=-1)
+    earlier_count = tl.load(block - NUM_BLOCK_FIELDS + BLOCK_COUNT, mask=m > 0, other=0)
+    x = projected_NP + offset * x_stride
+    place_x, out = x + start * x_stride + channel[None, :], out + start * BLOCK + c[None, :]
+    if (SIZE == BLOCK) & (count == T) & (earlier_span == span) & (earlier_count >= 3):  # usual in a long prompt
+        rows = (tl.load(place_x - 3 * x_stride), tl.load(place_x - 2 * x_stride), tl.load(place_x - x_stride))
+        _store_runs(rows, place_x, x_stride, taps, start, count, is_channel, scale, out, BLOCK, RUN, STEP, True, IS_KEY)
+    elif count > 0:
+        before = offset - tl.load(spans_UF + span * NUM_SPAN_FIELDS + OFFSET)
+        past = conv_R3C + tl.load(spans_UF + span * NUM_SPAN_FIELDS + READ_ROW) * conv_stride + channel[None, :]
+        ragged = ()
+        for i in tl.static_range(3):
+            source = start + (i - 3)
+            is_in_span = source + before >= 0
+            row = tl.load(place_x + (i - 3) * x_stride, mask=is_in_span & (source < count) & is_channel, other=0.0)
+            ragged += (tl.load(past + (source + before + 3) * C, mask=~is_in_span & is_channel, other=row),)
+        _store_runs(
+            ragged, place_x, x_stride, taps, start, count, is_channel, scale, out, BLOCK, RUN, STEP, False, IS_KEY
+        )
+
+
+@triton.jit
+def _store_gates(  # type: ignore[no-untyped-def]
+    raw, x_stride, count, first_head, a_log_V, dt_bias_V, gates_VGT, V: tl.constexpr, T: tl.constexpr,
+    HEADS: tl.constexpr
+):  # fmt: skip
+    """Store the NUM_GATES vectors of HEADS value heads in one block. raw: write strength of head 0 at its first token;
+    the decays are V elements after it.
 
     G is constant after the last token. It is stored as two float32, the second being the rounding error of the first,
     because differences of long sums nearly cancel."""
-    t = tl.arange(0, T)
-    is_real = t < count
-    beta = tl.sigmoid(tl.load(raw + t * x_stride, mask=is_real, other=0.0).to(tl.float32))
-    a = tl.load(raw + V + t * x_stride, mask=is_real, other=0.0).to(tl.float32)
+    t, head = tl.arange(0, T)[:, None], first_head + tl.arange(0, HEADS)[None, :]
+    is_head = head < V
+    is_real = (t < count) & is_head
+    place = raw + t * x_stride + head
+    beta = tl.sigmoid(tl.load(place, mask=is_real, other=0.0).to(tl.float32))
+    a = tl.load(place + V, mask=is_real, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log_V + head, mask=is_head, other=0.0))
+    dt_bias = tl.load(dt_bias_V + head, mask=is_head, other=0.0)
     total = tl.cumsum(tl.where(is_real, -rate * softplus(a + dt_bias), 0.0).to(tl.float64), 0)
     high = total.to(tl.float32)
-    to_end = tl.sum(tl.where(t == T - 1, total, 0.0)) - total
-    tl.store(gates + BETA * T + t, tl.where(is_real, beta, 0.0))
-    tl.store(gates + HIGH * T + t, high)
-    tl.store(gates + LOW * T + t, (total - high.to(tl.float64)).to(tl.float32))
-    tl.store(gates + FROM_START * T + t, tl.exp(high))
-    tl.store(gates + TO_END * T + t, tl.exp(to_end.to(tl.float32)))
+    to_end = tl.sum(tl.where(t == T - 1, total, 0.0), axis=0, keep_dims=True) - total
+    gates = gates_VGT + head * (NUM_GATES * T) + t
+    tl.store(gates + BETA * T, tl.where(is_real, beta, 0.0), mask=is_head)
+    tl.store(gates + HIGH * T, high, mask=is_head)
+    tl.store(gates + LOW * T, (total - high.to(tl.float64)).to(tl.float32), mask=is_head)
+    tl.store(gates + FROM_START * T, tl.exp(high), mask=is_head)
+    tl.store(gates + TO_END * T, tl.exp(to_end.to(tl.float32)), mask=is_head)
 
 
 @triton.jit
@@ -240,48 +280,39 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     PADDED_D: tl.constexpr,
     PADDED_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GATE_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has one head of q, of k or of v in one block, ROWS tokens at a time: the convolution, then for q and k
-    the norm (and q's scale), for v the head's gates."""
+    """A program has one head of q, of k or of v in one block: the convolution, then for q and k the norm (and q's
+    scale). Or, the last ones, the gates of GATE_HEADS value heads: no convolution waits for them."""
     release_next(PDL)
-    await_previous(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
     C: tl.constexpr = 2 * KEY_HEADS * K + V * D
     m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    block = blocks_MF + m * NUM_BLOCK_FIELDS
-    count = tl.load(block + BLOCK_COUNT).to(tl.int32)
-    if count == 0:
-        return
-    offset = tl.load(block + BLOCK_OFFSET)
-    span = spans_UF + tl.load(block + BLOCK_SPAN) * NUM_SPAN_FIELDS
-    before = (offset - tl.load(span + OFFSET)).to(tl.int32)
-    x, past = projected_NP + offset * x_stride, conv_R3C + tl.load(span + READ_ROW) * conv_stride
-
-    row = tl.arange(0, ROWS)[:, None]
     if head < 2 * KEY_HEADS:
-        k_dim = tl.arange(0, PADDED_K)
-        key_taps = _taps(conv_C4, head * K + k_dim, k_dim < K)
-        keys = keys_METK + (m * (2 * KEY_HEADS) + head) * (T * PADDED_K) + row * PADDED_K + k_dim[None, :]
+        keys = keys_METK + (m * (2 * KEY_HEADS) + head) * (T * PADDED_K)
         scale = tl.where(head < KEY_HEADS, K**-0.5, 1.0)
-        for first in tl.range(0, T, ROWS):
-            key = _convolved(x, x_stride, past, before, first, count, key_taps, head * K, K, C, ROWS, PADDED_K)
-            key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + _L2_EPS) * scale
-            tl.store(keys + first * PADDED_K, key.to(keys.dtype.element_ty))
-    else:
+        _convolve_head(
+            projected_NP, x_stride, conv_C4, conv_R3C, conv_stride, spans_UF, blocks_MF, m, head * K, scale, keys,
+            C, K, PADDED_K, T, TILE, AT_ONCE, True, PDL
+        )  # fmt: skip
+    elif head < 2 * KEY_HEADS + V:
         head -= 2 * KEY_HEADS
-        d = tl.arange(0, PADDED_D)
-        first_channel = 2 * KEY_HEADS * K + head * D
-        taps = _taps(conv_C4, first_channel + d, d < D)
-        values = values_MVTD + (m * V + head) * (T * PADDED_D) + row * PADDED_D + d[None, :]
-        for first in tl.range(0, T, ROWS):
-            value = _convolved(x, x_stride, past, before, first, count, taps, first_channel, D, C, ROWS, PADDED_D)
-            tl.store(values + first * PADDED_D, value.to(values.dtype.element_ty))
-        rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
-        _store_gates(
-            x + C + V * D + head, x_stride, count, rate, dt_bias, gates_MVGT + (m * V + head) * (NUM_GATES * T), V, T
-        )
+        values = values_MVTD + (m * V + head) * (T * PADDED_D)
+        _convolve_head(
+            projected_NP, x_stride, conv_C4, conv_R3C, conv_stride, spans_UF, blocks_MF, m,
+            2 * KEY_HEADS * K + head * D, 1.0, values, C, D, PADDED_D, T, TILE, AT_ONCE, False, PDL
+        )  # fmt: skip
+    else:
+        await_previous(PDL)
+        first_head = (head - (2 * KEY_HEADS + V)) * GATE_HEADS
+        count = tl.load(blocks_MF + m * NUM_BLOCK_FIELDS + BLOCK_COUNT)
+        raw = projected_NP + tl.load(blocks_MF + m * NUM_BLOCK_FIELDS + BLOCK_OFFSET) * x_stride + (C + V * D)
+        if count > 0:
+            gates = gates_MVGT + m * (V * NUM_GATES * T)
+            _store_gates(raw, x_stride, count, first_head, a_log_V, dt_bias_V, gates, V, T, GATE_HEADS)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def _cases(
             kernel=chunked_delta_blocks.convolve_blocks,
             targets=(target,),
             signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
-            constexprs=heads | dims | padded | {"ROWS": chunked_delta._CONVOLVE_ROWS},
+            constexprs=heads | dims | padded | chunked_delta._CONVOLVE_SIZES,
             num_warps=chunked_delta._CONVOLVE_WARPS,
             multiples_of_16=("x_stride", "conv_stride"),
             instructions=("ld.global.v4.b32", "st.global.v4.b32"),
