@@ -294,18 +294,19 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
-        if plan.leaves:
-            self._buffers.deactivate(plan.leaves)
-        if plan.page_updates:
-            self._buffers.update_pages(plan.page_updates)
         chunk_scores: dict[str, ScoreRows] = {}
         prefill = decode = None
         rides = self._rides(plan)
+        if rides:
+            self._update_slots(plan)
         if plan.chunks:
             started = moment_on(self._device)
             with self._phase("ride" if rides else "prefill"):
                 chunk_scores = self._run_chunks(plan, rides=rides)
             prefill = started, moment_on(self._device)
+        if not rides:
+            # Behind the chunks, which don't read slots: the device then has work while the host does this.
+            self._update_slots(plan)
         if plan.joins:
             with self._phase("join"):
                 self._join(plan.joins)
@@ -341,6 +342,13 @@ class ModelExecutor:
                 outcome.decode_seconds = seconds_between(*ticket.decode)
             outcome.slots = [slot for results in ticket.results for slot in results.read()]
         return outcome
+
+    def _update_slots(self, plan: StepPlan) -> None:
+        """End the slots that leave, and give the others their pages."""
+        if plan.leaves:
+            self._buffers.deactivate(plan.leaves)
+        if plan.page_updates:
+            self._buffers.update_pages(plan.page_updates)
 
     def _captured_step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
         forward = Forward.PREFILLED if key.is_first else Forward.RUN

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from agentspec.runtime.decode_step import StepResult
-from agentspec.runtime.step_buffers import stage
+from agentspec.runtime.step_buffers import stage, stage_into
 from agentspec.types import MAX_WIDE_ROWS, widest_window
 
 Result = TypeVar("Result")
@@ -216,7 +216,7 @@ class StepGraphs:
         graph = self._graph(GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled, is_first=is_first))
         padded = [*slots, *[self._padding_slot] * (size - len(slots))]
         if padded != graph.slot_ids:
-            graph.slot_ids_B.copy_(stage(padded, torch.int64, self._device))
+            stage_into(graph.slot_ids_B, padded)
             graph.slot_ids[:] = padded
         graph.replay()
         return graph.result.first(len(slots))

@@ -23,7 +23,7 @@ import torch
 from agentspec.kernels import PrefillBatch
 from agentspec.runtime.graphs import BYTES_A_GRAPH, Recorder
 from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, PromptRun, block_ends, build_tables
-from agentspec.runtime.step_buffers import stage
+from agentspec.runtime.step_buffers import stage_into
 
 CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
 """Token counts that are captured for every model. A matrix product's speed depends on how well the token count fills
@@ -134,7 +134,7 @@ class PrefillGraphs:
 
     def _fill(self, num_tokens: int, runs: Sequence[PromptRun]) -> None:
         tables = build_tables(runs, block_tokens=self._block_tokens, sizes=self._sizes[num_tokens])
-        self._words[: tables.sizes.num_words].copy_(stage(tables.words, torch.int64, self._device))
+        stage_into(self._words[: tables.sizes.num_words], tables.words)
 
 
 def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:

@@ -24,7 +24,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.runtime.graphs import BYTES_A_GRAPH, Recorder
 from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
 from agentspec.runtime.prefill_tables import PromptRun
-from agentspec.runtime.step_buffers import stage
+from agentspec.runtime.step_buffers import stage, stage_into
 
 RIDE_SIZES = (*range(256, 2048, 128), *range(2048, 8192, 256))
 """Rows (tokens and windows together) of the passes that are captured, up to the largest prompt batch that the model
@@ -96,7 +96,7 @@ class RideGraphs:
         batch = self._batch(len(slots))
         assert batch is not None, "no graph holds them"
         padded = [*slots, *[self._padding_slot] * (batch - len(slots))]
-        self._slot_ids[batch].copy_(stage(padded, torch.int64, self._device))
+        stage_into(self._slot_ids[batch], padded)
         self._graphs[batch].run(runs)
 
     def _batch(self, num_slots: int) -> int | None:

@@ -228,6 +228,12 @@ def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def stage_into(target: Tensor, values: object) -> None:
+    """As `stage`, to a tensor that there is."""
+    host = torch.as_tensor(values, dtype=target.dtype)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
 def _sampling_rows(params: Sequence[SamplingParams]) -> Rows:
     rows_JF = np.empty((len(params), layout.NUM_FLOATS), np.float32)
     rows_JF[:, layout.TEMPERATURE] = [sampling.temperature for sampling in params]

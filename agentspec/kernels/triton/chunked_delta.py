@@ -57,8 +57,8 @@ from agentspec.types import BLOCK_TOKENS
 _MIN_DOT = 16
 """Smallest side of a product."""
 _CONVOLVE_WARPS = 4
-_CONVOLVE_SIZES = {"TILE": 1024, "AT_ONCE": 2, "GATE_HEADS": 8}
-"""A thread has eight channels, which 16-byte loads need, of few tokens at a time."""
+_CONVOLVE_SIZES = {"TILE": 1024, "AT_ONCE": 8, "GATE_HEADS": 8}
+"""A thread has eight channels, which 16-byte loads need, of a run of eight tokens, whose loads are all in flight."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
 """Limits registers so that three programs are resident per multiprocessor, which outweighs the few spills."""
 _NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64

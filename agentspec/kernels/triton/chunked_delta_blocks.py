@@ -169,8 +169,7 @@ def _store_runs(  # type: ignore[no-untyped-def]
     rows, place_x, x_stride, taps, start, count, is_channel, scale, out, BLOCK: tl.constexpr, RUN: tl.constexpr,
     AT_ONCE: tl.constexpr, IS_WHOLE: tl.constexpr, IS_KEY: tl.constexpr
 ):  # fmt: skip
-    """Convolve and store every run, AT_ONCE tokens of it at a time: few loads in flight need few registers, so that
-    many programs are resident.
+    """Convolve and store every run, AT_ONCE tokens of it at a time, whose loads are in flight together.
 
     rows: x of the three tokens before each run. place_x, out: of a run's first token. IS_WHOLE: `count` and is_channel
     exclude nothing."""
