@@ -20,8 +20,8 @@ SEARCH = tl.constexpr(1024)
 """Places of the line that a program searches at once for its share."""
 _MIN_SHARE = tl.constexpr(4)
 """Least units per program, if there are enough: cutting shorter tiles does not pay."""
-TILE_COST = tl.constexpr(5)
-"""Cost of starting and ending a tile, in units, on an H100: a program with many short tiles gets fewer units."""
+TILE_COST = tl.constexpr(8)
+"""Cost of starting and ending a tile, in units, on an H200: a program with many short tiles gets fewer units."""
 
 
 @triton.jit
