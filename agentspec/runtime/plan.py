@@ -3,9 +3,10 @@
 The scheduler writes a StepPlan; an Executor launches it and, one step later, returns its StepOutcome. `ModelExecutor`
 (runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
 
-Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk
-is in the plan joins and gets its first token in the same step. An executor may verify the windows of `decode_slots`
-together with the chunks (runtime/ride.py): neither reads or writes a row or page that the other writes.
+Order inside one launch: prefill chunks, leaves, page updates, joins, first steps, decode. So a request whose last chunk
+is in the plan joins and gets its first token in the same step. Chunks read nothing of slots; if an executor verifies
+the windows of `decode_slots` together with them (runtime/ride.py), leaves and page updates come first. Neither chunks
+nor windows read or write a row or page that the other writes.
 """
 
 from __future__ import annotations
