@@ -2,9 +2,9 @@
 function as prefill_attention._attend.
 
 One warp fetches pages by TMA, two ahead. Two groups of four warps have half of a tile's rows each. Neither waits for
-the other, so one's products run while the other computes weights or rescales its output, between its own products of
-two pages. Within a group, the matrix units add the values of page j - 1 while the threads compute the weights of page
-j, and compute the scores of page j while the output is rescaled.
+the other, but where a sequence ends inside a page. So one's products run while the other computes weights or rescales
+its output, between its own products of two pages. Within a group, the matrix units add the values of page j - 1 while
+the threads compute the weights of page j, and compute the scores of page j while the output is rescaled.
 
 Knows nothing of where tiles come from: see prefill_attention.py, also for terms and shape letters.
 """
