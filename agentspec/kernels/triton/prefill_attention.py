@@ -39,7 +39,7 @@ from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import page_expansion
-from agentspec.kernels.triton import prefill_attention_groups as groups
+from agentspec.kernels.triton import prefill_attention_groups_hopper as groups
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope
 from agentspec.kernels.triton.fp8_pages import as_bytes, decoded, multipliers, store_heads
@@ -78,7 +78,7 @@ class AttendPlan(NamedTuple):
     num_warps: int
     num_stages: int
     is_hopper: bool
-    """Use the kernel of prefill_attention_groups.py, or for pages in FP8 that of prefill_attention_hopper.py."""
+    """Use the kernel of prefill_attention_groups_hopper.py, or for pages in FP8 that of prefill_attention_hopper.py."""
 
 
 def attend_plan(

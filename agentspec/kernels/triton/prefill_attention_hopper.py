@@ -1,5 +1,5 @@
 """The second launch of prefill_attention.py over pages in FP8 for Hopper's matrix units, in Gluon: the same function as
-prefill_attention._attend. For pages in 16 bits see prefill_attention_groups.py.
+prefill_attention._attend. For pages in 16 bits see prefill_attention_groups_hopper.py.
 
 Triton's own compiler fetches a page only after the work on the previous one has ended, since there is no room for
 three. Here every wait and copy is explicit. While a program processes page j, TMA copies the keys of page j + 1 and

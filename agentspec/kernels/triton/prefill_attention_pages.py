@@ -1,5 +1,6 @@
 """What the two Gluon kernels of prefill_attention.py's second launch share: which page comes when, the softmax of a
-page's scores, and the program's share of the line. See prefill_attention_groups.py and prefill_attention_hopper.py.
+page's scores, and the program's share of the line. See prefill_attention_groups_hopper.py and
+prefill_attention_hopper.py.
 
 Knows nothing of shared memory and products. Shape letters: as in prefill_attention.py.
 """

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from agentspec.kernels.triton import (
     page_expansion,
     prefill_attention,
-    prefill_attention_groups,
+    prefill_attention_groups_hopper,
     prefill_attention_hopper,
 )
 from agentspec.kernels.triton.attention import dot_precision
@@ -131,8 +131,8 @@ def _cases(
     options: dict[str, int | str | None] = {}
     kernel: Any = prefill_attention._attend
     if plan.is_hopper and not fp8:
-        kernel, pool, options = prefill_attention_groups.attend, {"pool": _descriptor(head_dim, "bf16")}, {}
-        options |= prefill_attention_groups.REGISTERS
+        kernel, pool, options = prefill_attention_groups_hopper.attend, {"pool": _descriptor(head_dim, "bf16")}, {}
+        options |= prefill_attention_groups_hopper.REGISTERS
     elif plan.is_hopper:
         kernel, pool = prefill_attention_hopper.attend, {"pool": _descriptor(head_dim, "u8")}
         if expands:

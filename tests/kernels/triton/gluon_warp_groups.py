@@ -1,6 +1,6 @@
-"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py, prefill_attention_groups.py, chunked_delta_hopper.py and
-the down-projection of grouped_gemm_hopper.py, Gluon kernels whose warp groups have programs of their own, in Triton's
-interpreter.
+"""Runs linear_hopper.py, swiglu_hopper.py, routing_hopper.py, prefill_attention_groups_hopper.py,
+chunked_delta_hopper.py and the down-projection of grouped_gemm_hopper.py, Gluon kernels whose warp groups have programs
+of their own, in Triton's interpreter.
 
 Each group is a thread, of which one runs at a time: a seeded choice wherever a group waits or arrives. Barriers count
 arrivals and bytes as on a GPU. A copy lands when its barrier is waited for, one to memory when its end is; until then
@@ -27,7 +27,7 @@ from agentspec.kernels.triton import (
     chunked_delta_hopper,
     grouped_gemm_hopper,
     linear_hopper,
-    prefill_attention_groups,
+    prefill_attention_groups_hopper,
     routing_hopper,
     swiglu_hopper,
 )
@@ -256,12 +256,12 @@ class _Rows:
 
 
 class AttentionGroups(WarpGroups):
-    """prefill_attention_groups.py, for float16 and tiles of few rows."""
+    """prefill_attention_groups_hopper.py, for float16 and tiles of few rows."""
 
     BLOCK_M = 32
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__(prefill_attention_groups, "attend", seed)
+        super().__init__(prefill_attention_groups_hopper, "attend", seed)
         self.names.update(prompt_pages(), _ROWS=self.BLOCK_M // 2)
         self.names["gl"].static_assert = lambda condition: None
         self.attend = self.names["attend"]
