@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from agentspec.kernels.triton.bfloat16_pairs import HALVES
 from agentspec.kernels.triton.gated_delta import softplus
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
 from agentspec.kernels.triton.prefill_columns import (
@@ -44,9 +45,6 @@ SIGMOID = tl.constexpr(
 )
 """1 / (1 + 2^(-log2(e) x)) with one instruction per operation, precise to about 20 bits; Triton's own takes three
 times as many instructions."""
-HALVES = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
-"""float32 of a pair of bfloat16, with one instruction each; Triton's own conversion takes two."""
-
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _L2_EPS = tl.constexpr(1e-6)
 

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import chunked_delta_blocks as blocks
+from agentspec.kernels.triton.bfloat16_pairs import in_float32
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.triton.prefill_columns import (
@@ -72,7 +73,6 @@ _READ_REGISTERS, _FETCH_REGISTERS, _STORE_REGISTERS = gl.constexpr(152), gl.cons
 
 _FROM_START = gl.constexpr(blocks.FROM_START.value)
 _NUM_GATES = gl.constexpr(blocks.NUM_GATES.value)
-_HALVES = gl.constexpr(blocks.HALVES.value)
 assert blocks.TO_END.value == blocks.FROM_START.value + 1, "both are copied at once"
 
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -296,7 +296,7 @@ def _advance(  # type: ignore[no-untyped-def]
         rounded = state.to(gl.bfloat16)
         seen = gl.convert_layout(rounded, seen_layout)
         taken = warpgroup_mma(seen, w_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        u = _in_float32(u_buffers.index(stage).permute((1, 0)).load(taken_layout))
+        u = in_float32(u_buffers.index(stage).permute((1, 0)).load(taken_layout))
         decayed = state * gl.expand_dims(decay, 1)
         # Without the branch the compiler puts the work above between the parts of the product, which then ends later.
         if j >= _READ_STAGES:
@@ -330,12 +330,6 @@ def _advance(  # type: ignore[no-untyped-def]
 def _decay(gates, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """The decay over a whole block, [1]."""
     return gates.slice(_T - 1, 1).load(gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def _in_float32(x):  # type: ignore[no-untyped-def]
-    """Convert from bfloat16, with HALVES."""
-    return gl.inline_asm_elementwise(_HALVES, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from agentspec.kernels.triton.bfloat16_pairs import in_float32
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import machine_of
 
@@ -39,7 +40,6 @@ _view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _des
 _barrier = tl.debug_barrier
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
-_HALVES = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 def is_supported(x_NH: Tensor, router_XH: Tensor, norm_H: Tensor) -> bool:
@@ -98,22 +98,16 @@ def _tokens_layout() -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _float32(x):  # type: ignore[no-untyped-def]
-    """Pairs of bfloat16 in float32, with one instruction each."""
-    return gl.inline_asm_elementwise(_HALVES, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-
-
-@gluon.jit
 def _converted(x_buffer, gain_buffer):  # type: ignore[no-untyped-def]
     """Return (high half, low half) of a step's tokens times the gain, as left operands, and the sums of their
     squares."""
     TOKENS_LAYOUT: gl.constexpr = _tokens_layout()
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, _sums_layout(), 2)
-    x = _float32(x_buffer.load(TOKENS_LAYOUT))
+    x = in_float32(x_buffer.load(TOKENS_LAYOUT))
     squares = gl.sum(x * x, axis=1)
     x *= gl.expand_dims(gain_buffer.load(gl.SliceLayout(0, TOKENS_LAYOUT)), 0)
     high = x.to(gl.bfloat16)
-    low = (x - _float32(high)).to(gl.bfloat16)
+    low = (x - in_float32(high)).to(gl.bfloat16)
     high = gl.convert_layout(high, OPERAND, assert_trivial=True)
     return high, gl.convert_layout(low, OPERAND, assert_trivial=True), squares
 

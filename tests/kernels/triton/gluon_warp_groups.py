@@ -237,7 +237,7 @@ class ScoreGroups(WarpGroups):
         super().__init__(routing_hopper, "scores_kernel", seed)
         self.names["gl"].bfloat16 = tl.float32
         self.names.update(
-            _float32=lambda x: x,
+            in_float32=lambda x: x,
             _blocks_of=lambda values, rows: _Blocks(values, (rows, routing_hopper.FEATURES), 2),
             _view=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
         )
@@ -300,7 +300,7 @@ class FoldGroups(WarpGroups):
         super().__init__(module, "fold_blocks", seed)
         self.names["gl"].bfloat16 = tl.float32
         self.names["_rows"] = lambda x, columns: _Blocks(x.flatten(0, -2), (BLOCK_TOKENS, columns), 2)
-        self.names["_in_float32"] = lambda x: x
+        self.names["in_float32"] = lambda x: x
         self.operands, self.fold_blocks = self.names["operands"], self.names["fold_blocks"]
         self.BLOCK_D, self.NUM_WARPS = module.BLOCK_D, module.NUM_WARPS
 
