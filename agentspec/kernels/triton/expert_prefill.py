@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton import grouped_four_bit_hopper, grouped_gemm, grouped_gemm_hopper
+from agentspec.kernels.triton import grouped_four_bit_hopper, grouped_gemm, grouped_gemm_hopper, side_stream
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.four_bit_experts import in_plain
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, quantize_tokens
@@ -62,8 +62,11 @@ def add_experts_prefill(
     dtype = residual_NH.dtype
     routed_fp8, shared_fp8 = _routed_is_scaled(dtype, weights), _shared_is_scaled(dtype, weights)
     scaled = quantize_tokens(normed) if isinstance(normed, Tensor) and (routed_fp8 or shared_fp8) else normed
+    # Few programs group the pairs: the shared expert's first product runs beside them.
+    with side_stream.fork(residual_NH.device):
+        shared_NH = _shared_expert(scaled if shared_fp8 else normed, residual_NH, weights)
     parts_NJH = _routed_parts(scaled if routed_fp8 else normed, weights_NJ, expert_ids_NJ, weights, dtype)
-    shared_NH = _shared_expert(scaled if shared_fp8 else normed, residual_NH, weights)
+    side_stream.join(residual_NH.device)
     return add_parts(residual_NH, parts_NJH, shared_gate_N, shared_NH, next_norm)
 
 

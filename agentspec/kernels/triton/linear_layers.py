@@ -21,7 +21,7 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm, ProductInput
 from agentspec.kernels.four_bit_tiles import FourBitTiles
-from agentspec.kernels.triton import swiglu_hopper
+from agentspec.kernels.triton import side_stream, swiglu_hopper
 from agentspec.kernels.triton.four_bit_layers import decoded_product, expanded, four_bit_logits, takes_decoded
 from agentspec.kernels.triton.fp8_activations import ScaledTokens
 from agentspec.kernels.triton.fp8_ffn import gate_tokens
@@ -69,9 +69,12 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
     out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
     scaled, normed_NH = normed_tokens(x_NH, norm, in_full=extra_EH is not None)
-    multiply_scaled(scaled, weight_OH, out[:, :num_outputs])
     if extra_EH is not None and normed_NH is not None:
-        torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
+        with side_stream.fork(x_NH.device):
+            torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
+    multiply_scaled(scaled, weight_OH, out[:, :num_outputs])
+    if extra_EH is not None:
+        side_stream.join(x_NH.device)
     return out
 
 
