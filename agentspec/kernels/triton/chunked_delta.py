@@ -1,10 +1,10 @@
 """The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
 
 There are four launches: the convolution, and then the other state-independent work, for all blocks at once
-(chunked_delta_blocks.py); the states, block after block, and the outputs read from them; the gated norm, which may
-round its results to 8 bits for the product that follows. A program of the third has some value dims of a value head of
-one span: its tile of the state stays in registers from the read row to the last block, and is stored to save rows on
-the way.
+(chunked_delta_blocks.py, chunked_delta_solve_hopper.py); the states, block after block, and the outputs read from them
+(here, chunked_delta_hopper.py); the gated norm, which may round its results to 8 bits for the product that follows. A
+program of the third has some value dims of a value head of one span: its tile of the state stays in registers from the
+read row to the last block, and is stored to save rows on the way.
 
 Scratch tensors have the activations' type, except gates. Knows nothing of what rows mean. Shape letters as in
 chunked_delta_blocks.py.
@@ -25,7 +25,7 @@ from torch import Tensor
 from agentspec.kernels.backend import DeltaWeights, ProductInput
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
-from agentspec.kernels.triton import chunked_delta_hopper
+from agentspec.kernels.triton import chunked_delta_hopper, chunked_delta_solve_hopper
 from agentspec.kernels.triton.chunked_delta_blocks import (
     FROM_START,
     NUM_GATES,
@@ -137,9 +137,7 @@ def gated_delta_prefill(
         *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
         num_warps=_CONVOLVE_WARPS, **_CONVOLVE_SIZES, **heads, **dims, **padded, **overlapped(),
     )  # fmt: skip
-    solve_blocks[(num_heads, num_blocks)](
-        batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **overlapped()
-    )
+    _solve(batch, scratch, value_dim, key_dim, heads, padded)
     _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
     # A row of the norm that is as wide as a group of 8-bit floats needs one scale.
     if out_weight is not None and value_dim == SCALE_BLOCK and takes_rounded(out_weight, num_tokens, dtype):
@@ -165,6 +163,40 @@ def _norm_to_fp8(
         V=num_heads, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS, **overlapped(),
     )  # fmt: skip
     return scaled
+
+
+def _solve(
+    batch: PrefillBatch,
+    scratch: _Scratch,
+    value_dim: int,
+    key_dim: int,
+    heads: dict[str, int],
+    padded: dict[str, int],
+) -> None:
+    """The second launch."""
+    keys_METK = scratch.keys_METK
+    grid = (heads["V"], len(keys_METK))
+    if chunked_delta_solve_hopper.is_supported(keys_METK.dtype, value_dim, key_dim, keys_METK.device):
+        operands = chunked_delta_solve_hopper.operands(*scratch[:2], *scratch[3:])
+        chunked_delta_solve_hopper.solve_blocks[grid](
+            batch.blocks_MF,
+            *operands,
+            scratch.gates_MVGT,
+            num_warps=chunked_delta_solve_hopper.NUM_WARPS,
+            maxnreg=chunked_delta_solve_hopper.MAX_REGISTERS,
+            **heads,
+            **overlapped(),
+        )
+    else:
+        solve_blocks[grid](
+            batch.blocks_MF,
+            *scratch,
+            num_warps=_SOLVE_WARPS,
+            maxnreg=_SOLVE_REGISTERS,
+            **heads,
+            **padded,
+            **overlapped(),
+        )
 
 
 def _fold(

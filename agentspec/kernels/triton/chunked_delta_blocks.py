@@ -7,6 +7,8 @@ With G the running sum of log decays in a block, the recurrence unrolls (referen
 With X the inverse of I + L this is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. The
 output is o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
 
+For heads of 128 by 128 on Hopper the second launch is chunked_delta_solve_hopper.py.
+
 Products of two bf16 operands are accumulated in float32. Rounding X to bf16 would lose too much, so it enters products
 as two bf16 terms, its leading and its trailing digits. float32 operands are multiplied in float32.
 

@@ -96,15 +96,15 @@ def operands(
 ) -> tuple[TensorDescriptor, ...]:
     """TMA descriptors of fold_blocks' operands and output."""
     return (
-        _rows(keys_METK, HEAD_DIM),
-        _rows(values_MVTD, BLOCK_D),
-        _rows(w_MVTK, HEAD_DIM),
-        _rows(reads_MVTT, BLOCK_TOKENS),
-        _rows(out_NX, BLOCK_D),
+        as_rows(keys_METK, HEAD_DIM),
+        as_rows(values_MVTD, BLOCK_D),
+        as_rows(w_MVTK, HEAD_DIM),
+        as_rows(reads_MVTT, BLOCK_TOKENS),
+        as_rows(out_NX, BLOCK_D),
     )
 
 
-def _rows(x: Tensor, columns: int) -> TensorDescriptor:
+def as_rows(x: Tensor, columns: int) -> TensorDescriptor:
     """TMA descriptor of x as rows of its last dimension, in blocks of BLOCK_TOKENS rows by `columns`."""
     block = [BLOCK_TOKENS, columns]
     return TensorDescriptor.from_tensor(

@@ -6,7 +6,12 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
+from agentspec.kernels.triton import (
+    chunked_delta,
+    chunked_delta_blocks,
+    chunked_delta_hopper,
+    chunked_delta_solve_hopper,
+)
 from agentspec.kernels.weights import SCALE_BLOCK
 from agentspec.types import BLOCK_TOKENS
 from tests.kernels.triton.compile_case import ELSEWHERE, EVERYWHERE, HOPPER, CompileCase, shared_bytes
@@ -93,13 +98,28 @@ def _cases(
     ]
 
 
-def _hoppers(model: str, value_heads: int, key_heads: int) -> CompileCase:
+def _rows(columns: int) -> str:
+    """The type of a TMA descriptor of bfloat16."""
+    block = [BLOCK_TOKENS, columns]
+    return f"tensordesc<bf16[{block[0]},{columns}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+
+def _solve(model: str, value_heads: int, key_heads: int) -> CompileCase:
+    """The second launch in bfloat16, by chunked_delta_solve_hopper.py."""
+    return CompileCase(
+        name=f"solve_blocks for Hopper {model}",
+        kernel=chunked_delta_solve_hopper.solve_blocks,
+        signature={"blocks_MF": "*i64", "gates_MVGT": "*fp32"}
+        | {"keys": _rows(128), "values": _rows(128), "w": _rows(128), "reads": _rows(64)},
+        constexprs={"V": value_heads, "REPEATS": value_heads // key_heads},
+        num_warps=chunked_delta_solve_hopper.NUM_WARPS,
+        max_registers=chunked_delta_solve_hopper.MAX_REGISTERS,
+        instructions=("wgmma.mma_async", "cp.async.bulk.tensor", "ld.shared.v4"),
+    )
+
+
+def _fold(model: str, value_heads: int, key_heads: int) -> CompileCase:
     """The third launch in bfloat16, by chunked_delta_hopper.py."""
-
-    def rows(columns: int) -> str:
-        block = [BLOCK_TOKENS, columns]
-        return f"tensordesc<bf16[{block[0]},{columns}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
-
     num_tiles = value_heads * chunked_delta_hopper.HEAD_DIM // chunked_delta_hopper.BLOCK_D
     num_channels = (2 * key_heads + value_heads) * chunked_delta_hopper.HEAD_DIM
     signature = {
@@ -111,7 +131,7 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> CompileCase:
         "conv_stride": "i32",
     }
     signature |= {"spans_UF": "*i64", "blocks_MF": "*i64", "gates_MVGT": "*fp32", "out_NX": "*bf16"}
-    signature |= {"keys": rows(128), "values": rows(64), "w": rows(128), "reads": rows(64), "out": rows(64)}
+    signature |= {"keys": _rows(128), "values": _rows(64), "w": _rows(128), "reads": _rows(64), "out": _rows(64)}
     return CompileCase(
         name=f"fold_blocks for Hopper {model}",
         kernel=chunked_delta_hopper.fold_blocks,
@@ -147,8 +167,7 @@ def _norm_to_fp8(model: str, value_heads: int, key_heads: int) -> CompileCase:
 
 
 CASES = [
-    _hoppers("4B", 32, 16),
-    _hoppers("27B", 48, 16),
+    *(case(model, value_heads, 16) for model, value_heads in (("4B", 32), ("27B", 48)) for case in (_solve, _fold)),
     *_cases("4B", 32, 16, 128),
     _norm_to_fp8("27B", 48, 16),
     *_cases("tiny-agent fp32", 4, 2, 64, "*fp32"),

@@ -299,7 +299,7 @@ class FoldGroups(WarpGroups):
     def __init__(self, seed: int = 0, module: ModuleType = chunked_delta_hopper) -> None:
         super().__init__(module, "fold_blocks", seed)
         self.names["gl"].bfloat16 = tl.float32
-        self.names["_rows"] = lambda x, columns: _Blocks(x.flatten(0, -2), (BLOCK_TOKENS, columns), 2)
+        self.names["as_rows"] = lambda x, columns: _Blocks(x.flatten(0, -2), (BLOCK_TOKENS, columns), 2)
         self.names["in_float32"] = lambda x: x
         self.operands, self.fold_blocks = self.names["operands"], self.names["fold_blocks"]
         self.BLOCK_D, self.NUM_WARPS = module.BLOCK_D, module.NUM_WARPS
