@@ -59,7 +59,10 @@ class CountingMixture(MixtureOfExperts):
         self.counts: list[Tensor] = []
         """int64 scalars on the device, so that counting doesn't synchronize."""
 
-    def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
+    def add_to(
+        self, x_NH: Tensor | kernels.OpenSum, norm: kernels.Norm, next_norm: kernels.Norm | None = None
+    ) -> Tensor:
+        x_NH = x_NH if isinstance(x_NH, Tensor) else x_NH.closed()
         self.counts.append(count_chosen(x_NH, norm, self.weights))
         return super().add_to(x_NH, norm, next_norm)
 

@@ -30,6 +30,7 @@ from agentspec.kernels.backend import (
     DeltaWeights,
     MixtureWeights,
     Norm,
+    OpenSum,
     ProductInput,
     RopeTable,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Machine",
     "MixtureWeights",
     "Norm",
+    "OpenSum",
     "Plain",
     "PrefillBatch",
     "ProductInput",

@@ -119,6 +119,20 @@ class ProductInput:
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenSum:
+    """A sum that nobody has added yet: `add_experts` does so. A type of its own, so that nothing reads the residual as
+    if it were the sum."""
+
+    residual_NH: Tensor
+    product_NH: Tensor
+    """As the residual."""
+
+    def closed(self) -> Tensor:
+        """residual + product, rounded once and written over the residual. Call once, and read the sum no more."""
+        return self.residual_NH.add_(self.product_NH)
+
+
 class Backend(Protocol):
     # Dense blocks. Weights may have any form of weights.py that the backend supports, unless they are said to be
     # tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, with one
@@ -145,16 +159,26 @@ class Backend(Protocol):
         of x's dtype. x: a tensor, or what an operation of this backend has made for this weight. next_norm: the norm of
         the result that comes next, for groups of ranks (group.py) and kernels that compute it with the sum."""
 
+    def add_linear_before_experts(
+        self,
+        residual_NH: Tensor,
+        x_NO: Tensor | ProductInput,
+        weight_HO: Weight,
+        norm: Norm,
+        weights: MixtureWeights,
+    ) -> Tensor | OpenSum:
+        """`add_linear`, for `add_experts` with this norm and mixture: that may add the two, while it reads them."""
+
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
     ) -> Tensor:
         """residual + `norm_swiglu` of the residual times down^T: [N, H]. As `add_linear`."""
 
     def add_experts(
-        self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+        self, residual_NH: Tensor | OpenSum, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:
-        """residual + the mixture of experts of the normed residual: [N, H]. The residual may be overwritten. next_norm:
-        as in `add_linear`.
+        """residual + the mixture of experts of the normed residual: [N, H]. The residual may be overwritten, or be a
+        sum that `add_linear_before_experts` has left open for it. next_norm: as in `add_linear`.
 
         With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate
         y) * shared expert(y), where an expert is down(silu(gate y) * up y). Weights are the softmax over ALL experts'

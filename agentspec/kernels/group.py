@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from agentspec.kernels import reference
-from agentspec.kernels.backend import Backend, MixtureWeights, Norm, ProductInput
+from agentspec.kernels.backend import Backend, MixtureWeights, Norm, OpenSum, ProductInput
 from agentspec.kernels.reference.ranking import token_of
 from agentspec.kernels.weights import Weight
 
@@ -133,14 +133,26 @@ class _Grouped:
     ) -> Tensor:
         return self._add_partial(residual_NH, self._ops.add_linear(None, x_NO, weight_HO), next_norm)
 
+    def add_linear_before_experts(
+        self,
+        residual_NH: Tensor,
+        x_NO: Tensor | ProductInput,
+        weight_HO: Weight,
+        norm: Norm,
+        weights: MixtureWeights,
+    ) -> Tensor:
+        """Closed: the group's sum is that of all ranks' products."""
+        return self.add_linear(residual_NH, x_NO, weight_HO)
+
     def add_ffn(
         self, residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
     ) -> Tensor:
         return self.add_linear(residual_NH, self.norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
 
     def add_experts(
-        self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+        self, residual_NH: Tensor | OpenSum, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:
+        assert isinstance(residual_NH, Tensor), "a rank's product is not the group's"
         return self._add_partial(residual_NH, self._ops.expert_sum(residual_NH, norm, weights), next_norm)
 
     def logits(self, x_NH: Tensor, weight_VH: Weight, num_real: int) -> Tensor:

@@ -62,6 +62,14 @@ class DecoderLayer:
             x_NH, mixed_NX = self._ops.take_columns(x_NH, mixed_NX, column_B)
         return self._ops.add_linear(x_NH, mixed_NX, self.mixer.out_proj, self._norm_with_sum)
 
+    def run(self, x_NH: Tensor, memory: Memory, core: MixerCore, next_norm: kernels.Norm | None) -> Tensor:
+        """x plus the outputs of both blocks, with the same bits as one after the other."""
+        if isinstance(self.ffn, SwiGLU):
+            return self.ffn.add_to(self.mix(x_NH, memory, core), self.post_norm, next_norm)
+        mixed_NX = core(self.mixer, self.mixer.project(x_NH, self.input_norm), memory)
+        x = self._ops.add_linear_before_experts(x_NH, mixed_NX, self.mixer.out_proj, self.post_norm, self.ffn.weights)
+        return self.ffn.add_to(x, self.post_norm, next_norm)
+
 
 class MtpHead:
     """One full-attention layer over pairs (embedding of token p, hidden of token p-1), sharing embedding and head with
@@ -281,5 +289,5 @@ class HybridModel(ABC):
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), None]
         # The pools have one more memory, of the MTP layer.
         for layer, memory, next_norm in zip(self._layers, self.pools.layers, next_norms, strict=False):
-            x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm, next_norm)
+            x_NH = layer.run(x_NH, memory, core, next_norm)
         return x_NH

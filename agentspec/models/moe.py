@@ -29,6 +29,8 @@ class MixtureOfExperts:
             shared_down_HI=parameters.take("shared_expert.down_proj.weight"),
         )
 
-    def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
+    def add_to(
+        self, x_NH: Tensor | kernels.OpenSum, norm: kernels.Norm, next_norm: kernels.Norm | None = None
+    ) -> Tensor:
         """x plus the block's output on the normed x."""
         return self._ops.add_experts(x_NH, norm, self.weights, next_norm)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from agentspec.kernels import Plain, reference
+from agentspec.kernels import BlockScaled, MixtureWeights, Norm, OpenSum, Plain, quantize_blocks, reference
+from agentspec.kernels import triton as ops
 from agentspec.models.hf_config import MoeConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.text.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.forced_blocks import ForcedBlocks, ForcedPrompts, ForcedWindows, Prompt, random_twins
 from tests.fakes.upcycled import write_upcycled
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
+from tests.kernels.triton.poison import poison_new_memory
 from tests.properties.cached_sessions import SCENARIOS, WORKLOAD, ScenarioRunner
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +115,52 @@ def make_wrong(kind: str, ffn: MixtureOfExperts) -> None:
     else:
         gate_up_X2IH = weights.gate_up_X2IH.tensor
         ffn.weights = replace(weights, gate_up_X2IH=Plain(gate_up_X2IH.roll(gate_up_X2IH.shape[1] // 2, 1)))
+
+
+@pytest.mark.parametrize("num_experts", [256, 512])
+@pytest.mark.parametrize("num_tokens", [300, 2048, 8192])
+def test_a_sum_added_with_the_scores_has_the_bits_of_one_before(
+    num_tokens: int, num_experts: int, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mixer's last product, the residual and the mixture of 35B-A3B, in FP8; and as many experts as in 397B-A17B,
+    in stacks of one block."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's instructions")
+    poison_new_memory(monkeypatch)
+    generator = torch.Generator(cuda).manual_seed(num_tokens + num_experts)
+    hidden, depth, width = 2048, 4096, 512 if num_experts == 256 else 128
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=cuda)
+
+    def weight(*shape: int) -> BlockScaled:
+        return quantize_blocks((randn(*shape) * shape[-1] ** -0.5).bfloat16())
+
+    weights = MixtureWeights(
+        router_XH=(randn(num_experts, hidden) * hidden**-0.5 * 4).bfloat16(),
+        top_k=8,
+        normalize=True,
+        gate_up_X2IH=weight(num_experts, 2 * width, hidden),
+        down_XHI=weight(num_experts, hidden, width),
+        shared_gate_1H=(randn(1, hidden) * hidden**-0.5).bfloat16(),
+        shared_gate_up_2IH=weight(1024, hidden),
+        shared_down_HI=weight(hidden, 512),
+    )
+    out, next_product = weight(hidden, depth), weight(4096, hidden)
+    norm, next_norm = (
+        Norm(weight=(0.1 * randn(hidden)).bfloat16(), eps=1e-6, product_OH=product) for product in (None, next_product)
+    )
+    x, residual = randn(num_tokens, depth).bfloat16(), (3 * randn(num_tokens, hidden)).bfloat16()
+    with torch.inference_mode():
+        apart = ops.add_experts(ops.add_linear(residual.clone(), x, out), norm, weights, next_norm)
+        expected = apart.clone(), ops.norm_linear(apart, next_norm, next_product)
+        for _ in range(5):
+            together = ops.add_linear_before_experts(residual.clone(), x, out, norm, weights)
+            assert isinstance(together, OpenSum)
+            got = ops.add_experts(together, norm, weights, next_norm)
+            assert torch.equal(got, expected[0])
+            assert torch.equal(ops.norm_linear(got, next_norm, next_product), expected[1])
+    assert expected[0].isfinite().all()
 
 
 WRONG = ("weights that don't add up to 1", "one expert less", "no gate of the shared expert", "up before gate")

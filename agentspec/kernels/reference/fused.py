@@ -7,7 +7,15 @@ from torch import Tensor
 from torch.nn.functional import embedding, silu
 from torch.nn.functional import linear as torch_linear
 
-from agentspec.kernels.backend import AttentionWeights, DeltaWeights, MixtureWeights, Norm, ProductInput, RopeTable
+from agentspec.kernels.backend import (
+    AttentionWeights,
+    DeltaWeights,
+    MixtureWeights,
+    Norm,
+    OpenSum,
+    ProductInput,
+    RopeTable,
+)
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference import norms
 from agentspec.kernels.reference.attention import paged_attention, paged_attention_prefill, write_kv, write_kv_prefill
@@ -57,13 +65,22 @@ def add_linear(
     return product_NH if residual_NH is None else residual_NH + product_NH
 
 
+def add_linear_before_experts(
+    residual_NH: Tensor, x_NO: Tensor | ProductInput, weight_HO: Weight, norm: Norm, weights: MixtureWeights
+) -> Tensor:
+    return add_linear(residual_NH, x_NO, weight_HO)
+
+
 def add_ffn(
     residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
 ) -> Tensor:
     return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI)
 
 
-def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
+def add_experts(
+    residual_NH: Tensor | OpenSum, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+) -> Tensor:
+    assert isinstance(residual_NH, Tensor), "no operation here leaves a sum open"
     return residual_NH + expert_sum(residual_NH, norm, weights)
 
 

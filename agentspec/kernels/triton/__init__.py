@@ -18,7 +18,7 @@ from agentspec.kernels.triton.linear_layers import (
     norm_linear,
     norm_swiglu,
 )
-from agentspec.kernels.triton.mixture import add_experts, expert_sum
+from agentspec.kernels.triton.mixture import add_experts, add_linear_before_experts, expert_sum
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
 from agentspec.kernels.triton.sampling import argmax, sample
@@ -29,6 +29,7 @@ __all__ = [
     "add_experts",
     "add_ffn",
     "add_linear",
+    "add_linear_before_experts",
     "append_text",
     "argmax",
     "attention_prefill",

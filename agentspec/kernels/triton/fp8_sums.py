@@ -2,8 +2,9 @@
 launch that adds also norms and rounds to 8 bits. So the residual is not read again.
 
 Every bit is that of separate launches: the sum is rounded to the activation dtype before the norm. Owns the rule which
-sums do so; norm_ahead.py has what they leave, expert_prefill.py the sum of a mixture's parts. Shape letters: N tokens,
-R rows (the tokens and the padding after them), H hidden width.
+sums do so; norm_ahead.py has what they leave, expert_prefill.py the sum of a mixture's parts. The sum before a mixture
+comes here only where the router's scores don't add it (mixture.add_linear_before_experts). Shape letters: N tokens, R
+rows (the tokens and the padding after them), H hidden width.
 """
 
 from __future__ import annotations

@@ -81,22 +81,32 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
 def add_linear(
     residual_NH: Tensor | None, x_NO: Tensor | ProductInput, weight_HO: Weight, next_norm: Norm | None = None
 ) -> Tensor:
-    if not isinstance(x_NO, Tensor):
-        assert isinstance(x_NO, RoundedTokens)
-        assert takes_rounded(weight_HO, x_NO.num_tokens, x_NO.dtype)
-        product_NH = _scaled_product(x_NO.scaled, weight_HO, x_NO.num_tokens, x_NO.dtype)
-        return product_NH if residual_NH is None else add_product(residual_NH, product_NH, next_norm)
-    if residual_NH is None:
+    if residual_NH is None and isinstance(x_NO, Tensor):
         return linear(x_NO, weight_HO)
+    product_NH = product_apart(x_NO, weight_HO)
+    if product_NH is not None:
+        return product_NH if residual_NH is None else add_product(residual_NH, product_NH, next_norm)
+    assert isinstance(x_NO, Tensor), "its product is apart"
+    assert residual_NH is not None
     if takes_decoded(weight_HO, x_NO):
         return decoded_product(x_NO, weight_HO, residual_NO=residual_NH)
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH, next_norm=next_norm)
-    if isinstance(weight_HO, Plain | FourBitTiles):
-        # A new result would start as a copy of the residual.
-        return attach(residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t()), None)
-    return add_product(residual_NH, library_product(x_NO, weight_HO), next_norm)
+    assert isinstance(weight_HO, Plain | FourBitTiles)
+    # A new result would start as a copy of the residual.
+    return attach(residual_NH.addmm_(x_NO, _in_dtype(weight_HO, x_NO.dtype).t()), None)
+
+
+def product_apart(x_NO: Tensor | ProductInput, weight_HO: Weight) -> Tensor | None:
+    """The product of `add_linear`, if a residual is added to it in a launch of its own; None if in the product's."""
+    if not isinstance(x_NO, Tensor):
+        assert isinstance(x_NO, RoundedTokens)
+        assert takes_rounded(weight_HO, x_NO.num_tokens, x_NO.dtype)
+        return _scaled_product(x_NO.scaled, weight_HO, x_NO.num_tokens, x_NO.dtype)
+    if isinstance(weight_HO, Plain | FourBitTiles) or _plan("add_linear", x_NO, weight_HO) is not None:
+        return None
+    return library_product(x_NO, weight_HO)
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:

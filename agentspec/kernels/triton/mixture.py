@@ -1,7 +1,8 @@
 """The mixture of experts: routing, experts, sum; and where the shared expert runs. See backend.Backend.add_experts.
 
 Up to MOST_TOKENS tokens loading the weights determines the time, and `experts` has the kernels; above,
-`expert_prefill`. Owns the choice between them and the choice of their tiles.
+`expert_prefill`. Owns the choice between them, the choice of their tiles, and whether the sum before a mixture is left
+to its router (routing.py).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.backend import MixtureWeights, Norm, OpenSum, ProductInput
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton import experts, four_bit_experts, side_stream
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.expert_prefill import add_experts_prefill, takes_scaled
 from agentspec.kernels.triton.experts import FEW_TOKENS, Tiles, Visits
-from agentspec.kernels.triton.linear_layers import linear, norm_swiglu
-from agentspec.kernels.triton.routing import Routing, route
+from agentspec.kernels.triton.linear_layers import add_linear, linear, norm_swiglu, product_apart
+from agentspec.kernels.triton.routing import Routing, route, takes_open_sum
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 MOST_TOKENS = 256
@@ -42,7 +43,21 @@ _MOST_TOKENS_BY_EIGHTS = 64
 """Of 35B-A3B's experts hardly any is then visited by more than eight tokens."""
 
 
-def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
+def add_linear_before_experts(
+    residual_NH: Tensor, x_NO: Tensor | ProductInput, weight_HO: Weight, norm: Norm, weights: MixtureWeights
+) -> Tensor | OpenSum:
+    if len(residual_NH) > MOST_TOKENS and takes_open_sum(residual_NH, norm, weights):
+        product_NH = product_apart(x_NO, weight_HO)
+        if product_NH is not None:
+            return OpenSum(residual_NH, product_NH)
+    return add_linear(residual_NH, x_NO, weight_HO)
+
+
+def add_experts(
+    residual_NH: Tensor | OpenSum, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+) -> Tensor:
+    if isinstance(residual_NH, OpenSum):
+        return _add_to_prompt(None, residual_NH, norm, weights, next_norm)
     return _add_to(residual_NH, residual_NH, norm, weights, next_norm)
 
 
@@ -59,15 +74,7 @@ def _add_to(
     if num_tokens == 0:
         return torch.empty_like(x_NH) if base_NH is None else base_NH
     if num_tokens > MOST_TOKENS:
-        out_NH = torch.zeros_like(x_NH) if base_NH is None else base_NH
-        absent = None if weights.first_expert is None else weights.gate_up_X2IH.shape[0]
-        routing = route(
-            x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights), absent=absent
-        )
-        assert routing.gate_N is not None
-        return add_experts_prefill(
-            out_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights, next_norm
-        )
+        return _add_to_prompt(torch.zeros_like(x_NH) if base_NH is None else base_NH, x_NH, norm, weights, next_norm)
     placement = placement_for(num_tokens, weights)
     shared_NH: Tensor | None = None
     visit_shared = placement == "among"
@@ -88,6 +95,21 @@ def _add_to(
         side_stream.join(x_NH.device)
     num_visits = routing.ids_NC.shape[1]
     return experts.add_visits(base_NH, parts_PH, num_visits, routing.gate_N, shared_NH, dtype=x_NH.dtype)
+
+
+def _add_to_prompt(
+    base_NH: Tensor | None, x: Tensor | OpenSum, norm: Norm, weights: MixtureWeights, next_norm: Norm | None
+) -> Tensor:
+    """`_add_to` of many tokens. base: None for the sum x itself, which is open."""
+    dtype = x.dtype if isinstance(x, Tensor) else x.residual_NH.dtype
+    absent = None if weights.first_expert is None else weights.gate_up_X2IH.shape[0]
+    routing = route(x, norm, weights, visit_shared=False, in_fp8=takes_scaled(dtype, weights), absent=absent)
+    out_NH = routing.summed_NH if base_NH is None else base_NH
+    assert out_NH is not None
+    assert routing.gate_N is not None
+    return add_experts_prefill(
+        out_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights, next_norm
+    )
 
 
 def placement_for(num_tokens: int, weights: MixtureWeights) -> Placement:

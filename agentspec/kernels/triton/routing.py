@@ -1,7 +1,8 @@
 """Routing: the router's scores, then the top experts of each token and their weights.
 
 Scores are computed from the normed input before it is rounded, in float32: near-ties decide which expert runs. The
-shared expert may be one more visit of every token, weighted by its gate. Nothing is read on the host. Knows nothing of
+shared expert may be one more visit of every token, weighted by its gate. Nothing is read on the host. The kernel that
+scores many tokens on Hopper also adds the product of the mixer before to them (`takes_open_sum`). Knows nothing of
 experts' weights.
 
 Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits per token: J, or J + 1 with the shared
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.backend import MixtureWeights, Norm, OpenSum
 from agentspec.kernels.triton import routing_hopper
 from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
 from agentspec.kernels.triton.launch import await_previous, overlapped, release_next
@@ -74,10 +75,17 @@ class Routing:
     """float32, the shared gate's logit; None if the shared expert is a visit."""
     normed: Tensor | ScaledTokens
     """The normed input [N, H] in its dtype; or the same values rounded to 8 bits."""
+    summed_NH: Tensor | None = None
+    """The input, if that was an open sum: a new tensor."""
+
+
+def takes_open_sum(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> bool:
+    """Whether `route` takes the sum of such a residual and a product, which is added with the scores."""
+    return residual_NH.is_contiguous() and _scores_on_hopper(residual_NH, norm, weights)
 
 
 def route(
-    x_NH: Tensor,
+    x: Tensor | OpenSum,
     norm: Norm,
     weights: MixtureWeights,
     *,
@@ -86,9 +94,11 @@ def route(
     absent: int | None = None,
 ) -> Routing:
     """Route every token. Two launches: scores, then choices; the first also norms few tokens, unless in_fp8, and the
-    second all others. visit_shared: the shared expert is one more visit of every token. in_fp8: return the normed input
-    in 8 bits only. absent: the id of experts that `weights` hasn't, if it has but some; ids are then places in its
-    stack, and X is its size."""
+    second all others. x: an open sum only if `takes_open_sum`. visit_shared: the shared expert is one more visit of
+    every token. in_fp8: return the normed input in 8 bits only. absent: the id of experts that `weights` hasn't, if it
+    has but some; ids are then places in its stack, and X is its size."""
+    to_add = x if isinstance(x, OpenSum) else None
+    x_NH = torch.empty_like(x.residual_NH) if isinstance(x, OpenSum) else x
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert x_NH.stride(1) == 1
     assert not (visit_shared and in_fp8), "the shared expert as a visit needs tokens in their own dtype"
@@ -103,15 +113,17 @@ def route(
         weights_NC=empty(num_tokens, num_visits, dtype=torch.float32),
         gate_N=None if visit_shared else empty(num_tokens, dtype=torch.float32),
         normed=scaled or empty(num_tokens, width, dtype=x_NH.dtype),
+        summed_NH=None if to_add is None else x_NH,
     )
     normed = scaled.values_RK if scaled else routing.normed
     assert isinstance(normed, Tensor)
     is_few = num_tokens <= FEW_SCORES
+    assert to_add is None or not is_few
     normed_with_scores = is_few and not in_fp8
     if is_few:
         parts_SNX, squares_SN = _few_scores(x_NH, norm, weights, routing, normed if normed_with_scores else None)
     else:
-        parts_SNX, squares_SN = _many_scores(x_NH, norm, weights)
+        parts_SNX, squares_SN = _many_scores(x_NH, norm, weights, to_add)
     _choose_kernel[(len(normed), 1 if normed_with_scores else 2)](
         routing.ids_NC,
         routing.weights_NC,
@@ -200,17 +212,28 @@ def _few_scores(
     return parts_SNX, squares_SN
 
 
-def _many_scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
+def _scores_on_hopper(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> bool:
+    return len(x_NH) > _FEW_TILES and routing_hopper.is_supported(x_NH, weights.router_XH, norm.weight)
+
+
+def _many_scores(
+    x_NH: Tensor, norm: Norm, weights: MixtureWeights, to_add: OpenSum | None = None
+) -> tuple[Tensor, Tensor]:
     """Return float32 ([S, N, X] each part's share of the router's logits before the division by the norm, [S, N] its
-    share of the sum of squares)."""
+    share of the sum of squares). to_add: x's values, which are stored to it here."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert weights.router_XH.is_contiguous()
-    if num_tokens > _FEW_TILES and routing_hopper.is_supported(x_NH, weights.router_XH, norm.weight):
+    if _scores_on_hopper(x_NH, norm, weights):
         most = machine_of(x_NH.device).num_multiprocessors
         split = routing_hopper.split_of(num_tokens, num_experts, width, most)
         parts_SNX, squares_SN = _empty_scores(split, x_NH, weights)
-        routing_hopper.score(x_NH, weights.router_XH, norm.weight, parts_SNX, squares_SN)
+        operands = weights.router_XH, norm.weight, parts_SNX, squares_SN
+        if to_add is None:
+            routing_hopper.score(x_NH, *operands)
+        else:
+            routing_hopper.score(to_add.residual_NH, *operands, to_add.product_NH, x_NH)
         return parts_SNX, squares_SN
+    assert to_add is None
     tiles = score_tiles(num_tokens, num_experts, width, x_NH.element_size())
     parts_SNX, squares_SN = _empty_scores(tiles.split, x_NH, weights)
     grid = (triton.cdiv(num_tokens, tiles.block_n), triton.cdiv(num_experts, tiles.block_x), tiles.split)

@@ -4,6 +4,11 @@ A program scores 256 experts for 64 tokens, over some of the features. One warp 
 The others convert a step's tokens in their registers, to a high and a low half of the input times the norm's gain,
 while the matrix units multiply those of the step before. With 128 experts a program would convert everything twice.
 
+The tokens may be a sum that nothing has added yet: a prompt's residual and the product of the mixer before. A step is
+then loaded of both, added where it is converted, put back in the place of the residual's, and from there stored by the
+warp that fetches. So the sum's traffic is hidden behind the products. It goes to a new tensor: several programs read
+a token's residual, if there are more experts than one has.
+
 Shape letters as in routing.py.
 """
 
@@ -17,10 +22,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from agentspec.kernels.triton.bfloat16_pairs import in_float32
+from agentspec.kernels.triton.bfloat16_pairs import in_float32, sum_of
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
 from agentspec.kernels.triton.machine import machine_of
 
@@ -34,6 +45,8 @@ _FETCH_REGISTERS = 40
 
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name in Triton 3.9, and in earlier versions."""
+_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""Likewise."""
 _descriptor = gl.shared_memory_descriptor
 _view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
 """Likewise."""
@@ -59,14 +72,29 @@ def split_of(num_tokens: int, num_experts: int, width: int, most_programs: int) 
     return split
 
 
-def score(x_NH: Tensor, router_XH: Tensor, norm_H: Tensor, parts_SNX: Tensor, squares_SN: Tensor) -> None:
-    """As `routing._many_scores`, into parts [S, N, X] and squares [S, N]."""
+def score(
+    x_NH: Tensor,
+    router_XH: Tensor,
+    norm_H: Tensor,
+    parts_SNX: Tensor,
+    squares_SN: Tensor,
+    product_NH: Tensor | None = None,
+    summed_NH: Tensor | None = None,
+) -> None:
+    """As `routing._many_scores`, into parts [S, N, X] and squares [S, N]. With a product, x + product is scored,
+    rounded to x's dtype, and stored to summed. Both are contiguous; summed shares no memory with the others."""
     (num_tokens, width), num_experts, split = x_NH.shape, router_XH.shape[0], len(parts_SNX)
     assert (width // FEATURES) % split == 0, f"{width} features in {split} parts"
+    assert (product_NH is None) == (summed_NH is None)
+    for other_NH in (product_NH, summed_NH):
+        assert other_NH is None or (other_NH.is_contiguous() and other_NH.shape == x_NH.shape)
+        assert other_NH is None or other_NH.dtype == x_NH.dtype
     scores_kernel[(triton.cdiv(num_tokens, TOKENS), num_experts // EXPERTS, split)](
         parts_SNX,
         squares_SN,
         _blocks_of(x_NH, TOKENS),
+        None if product_NH is None else _blocks_of(product_NH, TOKENS),
+        None if summed_NH is None else _blocks_of(summed_NH, TOKENS),
         _blocks_of(router_XH, EXPERTS),
         norm_H,
         num_tokens,
@@ -98,46 +126,96 @@ def _tokens_layout() -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _converted(x_buffer, gain_buffer):  # type: ignore[no-untyped-def]
+def _converted(x_buffers, gain_buffer, stage, is_again, ADDS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return (high half, low half) of a step's tokens times the gain, as left operands, and the sums of their
-    squares."""
+    squares. ADDS: the tokens are sums, which take the residual's place. is_again: that has been done, and the values
+    are for nothing; the place of the product, which nothing reads any more, then gets them."""
     TOKENS_LAYOUT: gl.constexpr = _tokens_layout()
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, _sums_layout(), 2)
-    x = in_float32(x_buffer.load(TOKENS_LAYOUT))
+    tokens = x_buffers.index(stage).load(TOKENS_LAYOUT)
+    if ADDS:
+        tokens = sum_of(tokens, x_buffers.index(_STAGES + stage).load(TOKENS_LAYOUT))
+    x = in_float32(tokens)
     squares = gl.sum(x * x, axis=1)
     x *= gl.expand_dims(gain_buffer.load(gl.SliceLayout(0, TOKENS_LAYOUT)), 0)
     high = x.to(gl.bfloat16)
     low = (x - in_float32(high)).to(gl.bfloat16)
+    if ADDS:
+        # Last: of what comes behind it, the compiler would leave a part for after the wait for the products.
+        x_buffers.index(gl.where(is_again, _STAGES + stage, stage)).store(tokens)
+        fence_async_shared()
     high = gl.convert_layout(high, OPERAND, assert_trivial=True)
     return high, gl.convert_layout(low, OPERAND, assert_trivial=True), squares
 
 
 @gluon.jit
-def _fetch(x, router, shared, STEPS: gl.constexpr, PDL: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(router, shared, step, place, BYTES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for a step's rows of the router. BYTES: of all that its stage gets."""
+    _, router_buffers, full, _ = shared
+    _, row, first = place
+    stage = step % _STAGES
+    mbarrier.expect(full.index(stage), BYTES)
+    _copy_block(router, [row, first + step * _BLOCK_H], full.index(stage), router_buffers.index(stage))
+
+
+@gluon.jit
+def _load_tokens(x, product, shared, step, place):  # type: ignore[no-untyped-def]
+    x_buffers, _, full, _ = shared
+    n, _, first = place
+    stage = step % _STAGES
+    _copy_block(x, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(stage))
+    if product is not None:
+        _copy_block(product, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(_STAGES + stage))
+
+
+@gluon.jit
+def _fetch(x, product, summed, router, shared, STEPS: gl.constexpr, PDL: gl.constexpr):  # type: ignore[no-untyped-def]
     """The fetching warp. The router's rows of the first steps are asked for before the previous kernel has ended."""
-    x_buffers, router_buffers, full, empty = shared
-    BYTES: gl.constexpr = x.block_type.nbytes + router.block_type.nbytes
+    empty = shared[3]
+    BYTES: gl.constexpr = x.block_type.nbytes * (1 if product is None else 2) + router.block_type.nbytes
     AHEAD: gl.constexpr = STEPS if STEPS < _STAGES else _STAGES
-    n, row = gl.program_id(0) * _BLOCK_N, gl.program_id(1) * _BLOCK_X
-    first = gl.program_id(2) * (STEPS * _BLOCK_H)
+    place = gl.program_id(0) * _BLOCK_N, gl.program_id(1) * _BLOCK_X, gl.program_id(2) * (STEPS * _BLOCK_H)
     for step in gl.static_range(AHEAD):
-        mbarrier.expect(full.index(step), BYTES)
-        _copy_block(router, [row, first + step * _BLOCK_H], full.index(step), router_buffers.index(step))
+        _load_rows(router, shared, step, place, BYTES)
     _await_previous(PDL)
     for step in gl.static_range(AHEAD):
-        _copy_block(x, [n, first + step * _BLOCK_H], full.index(step), x_buffers.index(step))
-    for step in range(AHEAD, STEPS):
-        stage = step % _STAGES
-        mbarrier.wait(empty.index(stage), (step // _STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(stage), BYTES)
-        _copy_block(router, [row, first + step * _BLOCK_H], full.index(stage), router_buffers.index(stage))
-        _copy_block(x, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(stage))
+        _load_tokens(x, product, shared, step, place)
+    if summed is None:
+        for step in range(AHEAD, STEPS):
+            mbarrier.wait(empty.index(step % _STAGES), (step // _STAGES & 1) ^ 1)
+            _load_rows(router, shared, step, place, BYTES)
+            _load_tokens(x, product, shared, step, place)
+    else:
+        for step in range(STEPS):
+            # When a step's products have ended, the sums of the following step are in their place.
+            mbarrier.wait(empty.index(step % _STAGES), step // _STAGES & 1)
+            if step + _STAGES < STEPS:
+                _load_rows(router, shared, step + _STAGES, place, BYTES)
+            _store_sums(summed, shared, step, place, STEPS)
+            if step + _STAGES < STEPS:
+                _load_tokens(x, product, shared, step + _STAGES, place)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _store_sums(summed, shared, step, place, STEPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to store the sums of the step that follows `step`, those of the first step with them. When it returns, the
+    place of `step`'s is free. Programs of the first experts do so."""
+    x_buffers = shared[0]
+    n, row, first = place
+    if row == 0:
+        if step == 0:
+            _copy_out(summed, [n, first], x_buffers.index(0))
+        if step + 1 < STEPS:
+            following = step + 1
+            _copy_out(summed, [n, first + following * _BLOCK_H], x_buffers.index(following % _STAGES))
+        tma.store_wait(1)
 
 
 @gluon.jit
 def _score(  # type: ignore[no-untyped-def]
     parts, squares_ptr, norm_H, num_tokens, num_experts, gains, shared, STEPS: gl.constexpr, ROOM: gl.constexpr,
-    PDL: gl.constexpr
+    ADDS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """The four warps that convert and multiply."""
     x_buffers, router_buffers, full, empty = shared
@@ -152,7 +230,7 @@ def _score(  # type: ignore[no-untyped-def]
     _await_previous(PDL)
     _release_next(PDL)
     mbarrier.wait(full.index(0), 0)
-    high, low, squares = _converted(x_buffers.index(0), gains.index(0))
+    high, low, squares = _converted(x_buffers, gains.index(0), 0, False, ADDS)
     sums = gl.zeros([_BLOCK_N, _BLOCK_X], gl.float32, _sums_layout())
     for step in range(STEPS):
         stage = step % _STAGES
@@ -162,7 +240,8 @@ def _score(  # type: ignore[no-untyped-def]
         rows = router_buffers.index(stage).permute((1, 0))
         sums = warpgroup_mma(high, rows, sums, is_async=True)
         sums = warpgroup_mma(low, rows, sums, is_async=True)
-        next_high, next_low, more = _converted(x_buffers.index(following % _STAGES), gains.index(following))
+        is_again = step + 1 == STEPS
+        next_high, next_low, more = _converted(x_buffers, gains.index(following), following % _STAGES, is_again, ADDS)
         squares += gl.where(step + 1 < STEPS, more, 0.0)
         # The next operands depend on it so that the compiler does not wait before they are computed.
         sums, high, low = warpgroup_mma_wait(0, deps=[sums, next_high, next_low])
@@ -186,11 +265,13 @@ def _store_scores(parts, sums, num_tokens, num_experts):  # type: ignore[no-unty
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def scores_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, squares_ptr, x, router, norm_H, num_tokens, num_experts, STEPS: gl.constexpr, ROOM: gl.constexpr,
-    FETCH_REGISTERS: gl.constexpr, PDL: gl.constexpr
+    parts_ptr, squares_ptr, x, product, summed, router, norm_H, num_tokens, num_experts, STEPS: gl.constexpr,
+    ROOM: gl.constexpr, FETCH_REGISTERS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """STEPS: of a program. ROOM: the next power of two."""
-    x_buffers = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK_N, _BLOCK_H], x.layout)
+    """STEPS: of a program. ROOM: the next power of two. product, summed: None if the tokens are x itself."""
+    ADDS: gl.constexpr = product is not None
+    # A stage's product is behind all stages' tokens.
+    x_buffers = gl.allocate_shared_memory(gl.bfloat16, [2 * _STAGES if ADDS else _STAGES, _BLOCK_N, _BLOCK_H], x.layout)
     router_buffers = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK_X, _BLOCK_H], router.layout)
     gains = gl.allocate_shared_memory(gl.float32, [ROOM, _BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -201,8 +282,8 @@ def scores_kernel(  # type: ignore[no-untyped-def]
     shared = (x_buffers, router_buffers, full, empty)
     gl.warp_specialize(
         [
-            (_score, (parts_ptr, squares_ptr, norm_H, num_tokens, num_experts, gains, shared, STEPS, ROOM, PDL)),
-            (_fetch, (x, router, shared, STEPS, PDL)),
+            (_score, (parts_ptr, squares_ptr, norm_H, num_tokens, num_experts, gains, shared, STEPS, ROOM, ADDS, PDL)),
+            (_fetch, (x, product, summed, router, shared, STEPS, PDL)),
         ],
         [1],
         [FETCH_REGISTERS],

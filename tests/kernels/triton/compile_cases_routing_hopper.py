@@ -14,23 +14,36 @@ def _blocks(rows: int) -> str:
     return f"tensordesc<bf16{str(block).replace(' ', '')},{layout!r}>"
 
 
-def _case(model: str, steps: int, room: int) -> CompileCase:
+def _case(model: str, steps: int, room: int, *, adds: bool = False) -> CompileCase:
+    tokens = _blocks(routing_hopper.TOKENS)
+    sums = ("product", "summed")
     return CompileCase(
-        name=f"scores for Hopper {model} {steps} steps",
+        name=f"scores for Hopper {model} {steps} steps{' of sums' if adds else ''}",
         kernel=routing_hopper.scores_kernel,
         signature={
             "parts_ptr": "*fp32",
             "squares_ptr": "*fp32",
-            "x": _blocks(routing_hopper.TOKENS),
+            "x": tokens,
+            **(dict.fromkeys(sums, tokens) if adds else {}),
             "router": _blocks(routing_hopper.EXPERTS),
             "norm_H": "*bf16",
             **dict.fromkeys(("num_tokens", "num_experts"), "i32"),
         },
-        constexprs={"STEPS": steps, "ROOM": room, "FETCH_REGISTERS": 40},
+        constexprs={
+            "STEPS": steps,
+            "ROOM": room,
+            "FETCH_REGISTERS": 40,
+            **({} if adds else dict.fromkeys(sums)),
+        },
         num_warps=4,
         multiples_of_16=("num_experts",),
-        instructions=("wgmma.mma_async.sync.aligned.m64n256k16", "cp.async.bulk.tensor"),
+        instructions=(
+            "wgmma.mma_async.sync.aligned.m64n256k16",
+            "cp.async.bulk.tensor",
+            *(("add.rn.bf16x2", "cp.async.bulk.wait_group.read") if adds else ()),
+        ),
     )
 
 
-CASES = [_case("35B", 32, 32), _case("35B", 8, 8), _case("122B", 48, 64), _case("397B", 64, 64)]
+SIZES = (("35B", 32, 32), ("35B", 8, 8), ("122B", 48, 64), ("397B", 64, 64))
+CASES = [_case(*size, adds=adds) for size in SIZES for adds in (False, True)]

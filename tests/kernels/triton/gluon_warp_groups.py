@@ -231,13 +231,14 @@ class SwigluGroups(WarpGroups):
 
 
 class ScoreGroups(WarpGroups):
-    """routing_hopper.py, with halves of which the high one is all."""
+    """routing_hopper.py, with halves of which the high one is all. module: a changed one."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(routing_hopper, "scores_kernel", seed)
+    def __init__(self, seed: int = 0, module: ModuleType = routing_hopper) -> None:
+        super().__init__(module, "scores_kernel", seed)
         self.names["gl"].bfloat16 = tl.float32
         self.names.update(
             in_float32=lambda x: x,
+            sum_of=lambda x, y: x + y,
             _blocks_of=lambda values, rows: _Blocks(values, (rows, routing_hopper.FEATURES), 2),
             _view=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
         )
