@@ -69,12 +69,15 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
     out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
     scaled, normed_NH = normed_tokens(x_NH, norm, in_full=extra_EH is not None)
-    if extra_EH is not None and normed_NH is not None:
-        with side_stream.fork(x_NH.device):
-            torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
+    if extra_EH is None:
+        multiply_scaled(scaled, weight_OH, out)
+        return out
+    assert normed_NH is not None
+    # The library's large products begin with a memset, beside which there is room.
+    with side_stream.fork(x_NH.device):
+        torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
     multiply_scaled(scaled, weight_OH, out[:, :num_outputs])
-    if extra_EH is not None:
-        side_stream.join(x_NH.device)
+    side_stream.join(x_NH.device)
     return out
 
 
