@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from agentspec import types
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, release_next
 from agentspec.kernels.triton.shares import share_of
 
 NUM_WARPS = 4
@@ -43,8 +43,6 @@ _D = gl.constexpr(HEAD_DIM)
 _W = gl.constexpr(HEAD_DIM // 4)
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 _share_of = gluon.jit(share_of.fn)
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 @gluon.constexpr_function
@@ -124,7 +122,7 @@ def attend_fp8(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """words: the pool's, [P, 2, S, G, W]. queries_BGMD: of all row blocks of a task's head; they and the window's keys
     are the previous kernel's results, all else that is read is of earlier ones."""
-    _release_next(PDL)
+    release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, _mma_layout())
     b = gl.arange(0, BLOCK_B, layout=gl.BlockedLayout([1], [32], [_WARPS], [0]))
     units_B, ends_B = _units(
@@ -164,7 +162,7 @@ def attend_fp8(  # type: ignore[no-untyped-def]
         _store_sums(sums_CMD + partial * _D, acc, first_row, count, SHARES, BLOCK_M)
         position += run
     # Programs without a share, too.
-    _await_previous(PDL)
+    await_previous(PDL)
 
 
 @gluon.jit
@@ -209,7 +207,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
     values = gl.load(words + page * PAGE_WORDS + value_at, cache_modifier=".cg")
     key_exponent, value_exponent = _load_exponents(exponents, page, s, G)
     next_page = gl.load(pages_P + gl.minimum(first_unit + 1, end - 1)).to(gl.int64)
-    _await_previous(PDL)
+    await_previous(PDL)
     if (first_unit + 1) * _S > start:
         keys = gl.load(words + page * PAGE_WORDS + key_at, cache_modifier=".cg")
         values = gl.load(words + page * PAGE_WORDS + value_at, cache_modifier=".cg")

@@ -20,7 +20,6 @@ and shape letters.
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import chunked_delta_blocks as blocks
 from agentspec.kernels.triton.bfloat16_pairs import in_float32
-from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
+from agentspec.kernels.triton.gluon_names import (
+    await_previous,
+    copy_block,
+    copy_out,
+    copy_values,
+    release_next,
+    warp_barrier,
+)
+from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.triton.prefill_columns import (
     BLOCK_COUNT,
@@ -75,14 +82,6 @@ _FROM_START = gl.constexpr(blocks.FROM_START.value)
 _NUM_GATES = gl.constexpr(blocks.NUM_GATES.value)
 assert blocks.TO_END.value == blocks.FROM_START.value + 1, "both are copied at once"
 
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_copy_values = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Their names in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
-
 
 def is_supported(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.device) -> bool:
     """Whether this kernel supports such heads on this device."""
@@ -116,7 +115,7 @@ def as_rows(x: Tensor, columns: int) -> TensorDescriptor:
 def _copy_gates(buffer, gates_MVGT, head_block, barrier, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a block's gates from FROM_START on."""
     i = gl.arange(0, COUNT, layout=gl.BlockedLayout([COUNT // 32], [32], [1], [0]))
-    _copy_values(buffer, gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i)
+    copy_values(buffer, gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
@@ -138,9 +137,9 @@ def _fetch_updates(operands, updates, state_full, gates_MVGT, place, V: gl.const
         if after > 0:
             mbarrier.wait(state_full.index(after % _READ_STAGES), after // _READ_STAGES & 1)
         mbarrier.expect(barrier, num_bytes)
-        _copy_block(w, [row, 0], barrier, w_buffers.index(stage))
-        _copy_block(values, [row, first_d], barrier, u_buffers.index(stage))
-        _copy_block(keys, [key_row, 0], barrier, k_buffers.index(stage))
+        copy_block(w, [row, 0], barrier, w_buffers.index(stage))
+        copy_block(values, [row, first_d], barrier, u_buffers.index(stage))
+        copy_block(keys, [key_row, 0], barrier, k_buffers.index(stage))
         _copy_gates(gate_buffers.index(stage), gates_MVGT, head_block, barrier, 2 * _T)
 
 
@@ -158,8 +157,8 @@ def _fetch_queries(operands, queries, released, gates_MVGT, place, V: gl.constex
         query_row = ((first_block + j) * (2 * (V // REPEATS)) + head // REPEATS) * _T
         mbarrier.wait(released.index(stage), (j // _READ_STAGES & 1) ^ 1)
         mbarrier.expect(barrier, num_bytes)
-        _copy_block(keys, [query_row, 0], barrier, q_buffers.index(stage))
-        _copy_block(reads, [head_block * _T, 0], barrier, read_buffers.index(stage))
+        copy_block(keys, [query_row, 0], barrier, q_buffers.index(stage))
+        copy_block(reads, [head_block * _T, 0], barrier, read_buffers.index(stage))
         _copy_gates(gate_buffers.index(stage), gates_MVGT, head_block, barrier, _T)
 
 
@@ -180,7 +179,7 @@ def _store(out, out_NX, outs, blocks_MF, place, V: gl.constexpr):  # type: ignor
         count = gl.load(block + BLOCK_COUNT).to(gl.int32)
         mbarrier.wait(full.index(stage), j // _OUT_STAGES & 1)
         if count == _T:
-            _copy_out(out, [begin.to(gl.int32), column], buffer)
+            copy_out(out, [begin.to(gl.int32), column], buffer)
             tma.store_wait(0)
         else:
             for first in gl.static_range(0, _T, 16):
@@ -284,7 +283,7 @@ def _advance(  # type: ignore[no-untyped-def]
     past = ()
     for i in gl.static_range(3):
         past += (gl.load(conv_R3C + read_row * conv_stride + i * C + channel, mask=channel < C, other=0.0),)
-    _barrier()  # a thread may store a place that another thread loads
+    warp_barrier()  # a thread may store a place that another thread loads
     nothing = gl.zeros([_D, _T], gl.float32, taken_layout)
     mbarrier.wait(ready.index(0), 0)
     decay = _decay(gate_buffers.index(0), state_layout)
@@ -384,8 +383,8 @@ def fold_blocks(  # type: ignore[no-untyped-def]
 ):
     """A program has BLOCK_D value dims of a value head of one span. It also has BLOCK_C channels of the convolution's
     state, which it only copies."""
-    _release_next(PDL)
-    _await_previous(PDL)
+    release_next(PDL)
+    await_previous(PDL)
     span = spans_UF + gl.program_id(1).to(gl.int64) * NUM_SPAN_FIELDS
     num_blocks = gl.load(span + NUM_BLOCKS).to(gl.int32)
     if num_blocks == 0:

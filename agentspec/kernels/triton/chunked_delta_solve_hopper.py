@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,7 +38,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from agentspec.kernels.triton import chunked_delta_blocks as blocks
 from agentspec.kernels.triton import chunked_delta_hopper
 from agentspec.kernels.triton.chunked_delta_hopper import HEAD_DIM, as_rows
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import (
+    await_previous,
+    copy_block,
+    copy_out,
+    reinterpret,
+    release_next,
+    warp_barrier,
+)
 from agentspec.kernels.triton.prefill_columns import BLOCK_COUNT, NUM_BLOCK_FIELDS
 from agentspec.types import BLOCK_TOKENS
 
@@ -70,15 +76,6 @@ _HALVES = gl.constexpr(
 """Of two neighbours. From Triton's own operations some of its versions make a sixth more instructions."""
 _LOG2_E = gl.constexpr(math.log2(math.e))
 assert max(_BETA.value, _HIGH.value, _LOW.value, _FROM_START.value) < _NUM_LOADED.value, "these gates are the first"
-
-_descriptor = gl.shared_memory_descriptor
-_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""Their names in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 def is_supported(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.device) -> bool:
@@ -118,7 +115,7 @@ def _tile(ROWS: gl.constexpr, COLUMNS: gl.constexpr):  # type: ignore[no-untyped
 def _room(tile, COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Two operands of COLUMNS columns in the memory of another. Those of other sizes lie beside them."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, COLUMNS], gl.bfloat16)
-    operands = _view(tile, gl.bfloat16, [_K // COLUMNS, _T, COLUMNS], layout)
+    operands = reinterpret(tile, gl.bfloat16, [_K // COLUMNS, _T, COLUMNS], layout)
     return operands.index(2 if COLUMNS > _SIZE else 0), operands.index(3 if COLUMNS > _SIZE else 1)
 
 
@@ -234,7 +231,7 @@ def _substituted(diagonal):  # type: ignore[no-untyped-def]
     layout: gl.constexpr = gl.BlockedLayout([1, 1, _AT_ONCE], [1, 32, 1], [4, 1, 1], [2, 1, 0])
     vector: gl.constexpr = gl.SliceLayout(2, layout)
     of_block: gl.constexpr = gl.SliceLayout(1, layout)
-    columns = _view(diagonal, gl.float32, [_SIZE, _BLOCKS, _SIZE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    columns = reinterpret(diagonal, gl.float32, [_SIZE, _BLOCKS, _SIZE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     column = gl.expand_dims(gl.expand_dims(gl.arange(0, _SIZE, layout=gl.SliceLayout(0, vector)), 0), 2)
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, _AT_ONCE, layout=gl.SliceLayout(0, of_block)), 0), 1)
     nothing = gl.zeros([_BLOCKS, _SIZE, _AT_ONCE], gl.float32, layout)
@@ -256,7 +253,9 @@ def _substituted(diagonal):  # type: ignore[no-untyped-def]
     # [blocks, columns, rows of a chunk, the chunk's number in two bits]
     chunks = gl.join(gl.join(chunks[0], chunks[2]), gl.join(chunks[1], chunks[3]))  # type: ignore[misc]
     # Not convert_layout, whose buffer might lie where a copy to memory still reads.
-    passed = _view(diagonal, gl.float32, [_T, _SIZE], gl.SwizzledSharedLayout(_AT_ONCE, _SWIZZLE, _CHUNKS, [1, 0]))
+    passed = reinterpret(
+        diagonal, gl.float32, [_T, _SIZE], gl.SwizzledSharedLayout(_AT_ONCE, _SWIZZLE, _CHUNKS, [1, 0])
+    )
     passed.store(gl.reshape(gl.permute(chunks, (0, 3, 4, 2, 1)), [_T, _SIZE]))
     return passed.load(_product_layout(_SIZE))
 
@@ -296,7 +295,7 @@ def _joined(inverses, under, tiles, SIZE: gl.constexpr):  # type: ignore[no-unty
     tiles[0].store(halves[0])
     tiles[1].store(halves[1])
     fence_async_shared()
-    _barrier()
+    warp_barrier()
     # Only B's rows of these are of use.
     taken = _products(halves, under, SIZE, 1)
     between = _products(_halves(taken), tiles, SIZE, 0)
@@ -325,8 +324,8 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     PDL: gl.constexpr,
 ):
     """A program has one value head in one block. It computes w and reads; u, which overwrites v."""
-    _release_next(PDL)
-    _await_previous(PDL)
+    release_next(PDL)
+    await_previous(PDL)
     layout: gl.constexpr = _product_layout(_T)
     m, head = gl.program_id(1), gl.program_id(0)
     count = gl.load(blocks_MF + m.to(gl.int64) * NUM_BLOCK_FIELDS + BLOCK_COUNT)
@@ -343,9 +342,9 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     loaded = gl.load(gates_MVGT + (m * V + head).to(gl.int64) * (_NUM_GATES * _T) + place)
     mbarrier.expect(keys_here, 2 * keys.block_type.nbytes)
     mbarrier.expect(values_here, values.block_type.nbytes)
-    _copy_block(keys, [key_row + V // REPEATS * _T, 0], keys_here, k_tile)
-    _copy_block(keys, [key_row, 0], keys_here, q_tile)
-    _copy_block(values, [row, 0], values_here, v_tile)
+    copy_block(keys, [key_row + V // REPEATS * _T, 0], keys_here, k_tile)
+    copy_block(keys, [key_row, 0], keys_here, q_tile)
+    copy_block(values, [row, 0], values_here, v_tile)
     gates.store(loaded)
     mbarrier.wait(keys_here, 0)
     if count == 0:  # known only now, so that nothing waits for it
@@ -362,8 +361,8 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     of_queries = warpgroup_mma_wait(0, deps=[of_queries])
     read_tile.store((ratio * of_queries).to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
-    _copy_out(reads, [row, 0], read_tile)
+    warp_barrier()
+    copy_out(reads, [row, 0], read_tile)
 
     # Every product that reads q is over.
     inverses = _joined(_substituted(diagonal), near, _room(q_tile, _SIZE), _SIZE)
@@ -374,16 +373,16 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     u = _applied(u_high, u_low, v_tile)
     w_high, w_low = _halves(inverse * (beta * _gate(gates, _FROM_START, 1, layout)))
     u = warpgroup_mma_wait(0, deps=[u]).to(gl.bfloat16)
-    _barrier()  # every warp must have read v
+    warp_barrier()  # every warp must have read v
     v_tile.store(u)
     of_w = _applied(w_high, w_low, k_tile)
     fence_async_shared()
-    _barrier()
-    _copy_out(values, [row, 0], v_tile)
+    warp_barrier()
+    copy_out(values, [row, 0], v_tile)
     of_w = warpgroup_mma_wait(0, deps=[of_w]).to(gl.bfloat16)
-    _barrier()  # every warp must have read k
+    warp_barrier()  # every warp must have read k
     k_tile.store(of_w)
     fence_async_shared()
-    _barrier()
-    _copy_out(w, [row, 0], k_tile)
+    warp_barrier()
+    copy_out(w, [row, 0], k_tile)
     tma.store_wait(0)

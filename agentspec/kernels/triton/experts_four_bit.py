@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, release_next
 from agentspec.kernels.triton.linear_four_bit import (
     gated,
     has_zeros,
@@ -31,8 +31,6 @@ _WORDS = tl.constexpr(128)
 """32-bit words of a tile."""
 _COLUMNS_OF_TABLE = tl.constexpr(16)
 """Most visits of a token."""
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 @gluon.jit
@@ -44,8 +42,8 @@ def four_bit_gate_up_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A program has BLOCK_O / 2 rows of gate and the same of up, eight in turn. GROUPS: of 128 columns, of a row of x.
     FORMAT: as in linear_four_bit.py."""
-    _await_previous(PDL)
-    _release_next(PDL)
+    await_previous(PDL)
+    release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, mma_layout(SHARES, WARPS)))
     expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, WARPS, M)
     if works:
@@ -75,7 +73,7 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The visits are read before the wait: they were complete before the previous kernel (gate and up) released this
     one. So are the first weights."""
-    _release_next(PDL)
+    release_next(PDL)
     M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, mma_layout(SHARES, WARPS)))
     expert, m_pair, m_is_real, works = _visitors(ids, pairs, tiles, num_tokens, C, BLOCK_M, WARPS, M)
     if works:
@@ -97,7 +95,7 @@ def four_bit_down_kernel(  # type: ignore[no-untyped-def]
         acc_OM *= gl.expand_dims(gl.convert_layout(m_weight, gl.SliceLayout(0, LAYOUT)), 0)
         _store(parts, acc_OM, m_pair, m_is_real, gl.program_id(0), num_outputs, BLOCK_O, BLOCK_M)
     else:
-        _await_previous(PDL)
+        await_previous(PDL)
 
 
 @gluon.jit

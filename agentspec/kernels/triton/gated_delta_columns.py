@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,17 +25,15 @@ from triton.experimental.gluon import language as gl
 from agentspec.kernels.backend import DeltaRing, DeltaWeights
 from agentspec.kernels.slots import LiveColumns, RingWindow
 from agentspec.kernels.triton.gated_delta import L2_EPS, softplus
-from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, release_next, warp_barrier
+from agentspec.kernels.triton.launch import INTERPRETED, overlapped
 
 WindowOperands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _NUM_WARPS = 4
 _L2_EPS = gl.constexpr(L2_EPS.value)
 _INTERPRETED = gl.constexpr(INTERPRETED)
 _EXP_OF_NEGATIVE = gl.constexpr("{ .reg .f32 x; mul.rn.f32 x, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, x; }")
-_barrier = tl.debug_barrier
 _softplus = gluon.jit(softplus.fn)
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 def prepare_columns(
@@ -257,7 +254,7 @@ def _fold_inputs(window, conv_R3C, conv_stride, conv_SCX, b, channel, mask, C: g
     for i in gl.static_range(3):
         inputs += (gl.load(places[i] + channel, mask=mask, other=0.0),)
     place = conv_R3C + wide(gl.load(fold_row_B + b)) * conv_stride + channel
-    _barrier()  # every lane must read its row before any lane stores to it
+    warp_barrier()  # every lane must read its row before any lane stores to it
     for i in gl.static_range(3):
         gl.store(place + i * C, inputs[i], mask=mask)
 
@@ -327,13 +324,13 @@ def _prepare_columns(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (h, b) has key head h of slot b, or value head h - KEY_HEADS. EARLY: the window is read before the
     wait."""
-    _release_next(PDL)
+    release_next(PDL)
     KEY_HEADS: gl.constexpr = V // REPEATS
     KEY_CHANNELS: gl.constexpr = 2 * KEY_HEADS * K
     C: gl.constexpr = KEY_CHANNELS + V * D
     part, b = gl.program_id(0), gl.program_id(1).to(gl.int64)
     if not EARLY:
-        _await_previous(PDL)
+        await_previous(PDL)
     window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     read_row, _fold_row, slot, _read_length, count, fold_at, first = load_window(window, start_B, b, CAPACITY)
     after, inputs = entry_place(first, count, CAPACITY), conv_SCX + slot * C
@@ -343,7 +340,7 @@ def _prepare_columns(  # type: ignore[no-untyped-def]
         q_taps = _taps(conv_C4, part * K, K, BLOCK_K, 4, WARPS)
         k_taps = _taps(conv_C4, (KEY_HEADS + part) * K, K, BLOCK_K, 4, WARPS)
         if EARLY:
-            _await_previous(PDL)
+            await_previous(PDL)
         first_row, num_columns = live_columns(b, first_B, count_B, T)
         _prepare_key_head(
             (projected_NP + first_row * x_stride, x_stride, before), after, part, (q_taps, k_taps), places[:3],
@@ -359,7 +356,7 @@ def _prepare_columns(  # type: ignore[no-untyped-def]
         v_taps = _taps(conv_C4, begin, D, BLOCK_D, _run_of(BLOCK_D), WARPS)
         decay_terms = (gl.exp(gl.load(a_log_V + head)), gl.load(dt_bias_V + head))
         if EARLY:
-            _await_previous(PDL)
+            await_previous(PDL)
         first_row, num_columns = live_columns(b, first_B, count_B, T)
         x = projected_NP + first_row * x_stride
         _prepare_value_head(

@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,14 +52,8 @@ from agentspec.kernels.triton.gated_delta_columns import (
     window_operands,
     window_shapes,
 )
-from agentspec.kernels.triton.launch import (
-    INTERPRETED,
-    NUM_COUNTERS,
-    arrival_counters,
-    await_previous,
-    overlapped,
-    release_next,
-)
+from agentspec.kernels.triton.gluon_names import await_previous, copy_values, reinterpret, release_next, warp_barrier
+from agentspec.kernels.triton.launch import INTERPRETED, NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.types import FOLD_TOKENS
 
 _ENTRY_CHUNK = 16
@@ -94,14 +87,6 @@ _LEAST_SCALE = gl.constexpr(2.0**-60)
 """The state is of the order of its deltas and values, so that what is divided by this is far from float32's limits."""
 _CHUNK = gl.constexpr(_ENTRY_CHUNK)
 _INTERPRETED = gl.constexpr(INTERPRETED)
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Its name in Triton 3.9, and in earlier versions."""
-_descriptor = gl.shared_memory_descriptor
-_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
-"""Likewise."""
-_barrier = tl.debug_barrier
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 @touches_pools
@@ -207,19 +192,19 @@ def _shared(ROWS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped
 @gluon.jit
 def _column(rows, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
     """The same shared memory, of width 1, as a vector."""
-    return _view(rows, gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return reinterpret(rows, gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def _lines(rows, CHUNKS: gl.constexpr):  # type: ignore[no-untyped-def]
     """The same shared memory, of width 1, as vectors of _CHUNK elements."""
-    return _view(rows, gl.float32, [CHUNKS, _CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return reinterpret(rows, gl.float32, [CHUNKS, _CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def _chunks(rows, CHUNKS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
     """The same shared memory as matrices of ROWS rows."""
-    return _view(rows, gl.float32, [CHUNKS, ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return reinterpret(rows, gl.float32, [CHUNKS, ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -246,11 +231,11 @@ def _fetch_entries(  # type: ignore[no-untyped-def]
         if left > 0:
             at = first + chunk * _CHUNK
             place = wide(entry_place(at, i_key, CAPACITY))
-            _copy(key_chunks.index(chunk), keys + k + place * (KEY_HEADS * K), mask=(i_key < left) & (k < K))
+            copy_values(key_chunks.index(chunk), keys + k + place * (KEY_HEADS * K), mask=(i_key < left) & (k < K))
             place = wide(entry_place(at, i_delta, CAPACITY))
-            _copy(delta_chunks.index(chunk), deltas + d + place * (V * D), mask=(i_delta < left) & (d < D))
+            copy_values(delta_chunks.index(chunk), deltas + d + place * (V * D), mask=(i_delta < left) & (d < D))
             place = wide(entry_place(at, i_decay, CAPACITY))
-            _copy(decay_chunks.index(chunk), decays + place * V, mask=i_decay < left)
+            copy_values(decay_chunks.index(chunk), decays + place * V, mask=i_decay < left)
     async_copy.commit_group()
     return entries
 
@@ -314,12 +299,12 @@ def _fetch_columns(  # type: ignore[no-untyped-def]
     k = gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, KEY_ROWS)), 0)
     t = gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, KEY_ROWS)), 1)
     at, is_real = t * X + (key_head * K + k), (t < T) & (k < K)
-    _copy(_chunks(rows[0], 1, BLOCK_T, BLOCK_K).index(0), queries + at, mask=is_real)
-    _copy(_chunks(rows[1], 1, BLOCK_T, BLOCK_K).index(0), keys + at, mask=is_real)
+    copy_values(_chunks(rows[0], 1, BLOCK_T, BLOCK_K).index(0), queries + at, mask=is_real)
+    copy_values(_chunks(rows[1], 1, BLOCK_T, BLOCK_K).index(0), keys + at, mask=is_real)
     d = begin_d + gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, VALUE_ROWS)), 0)
     t = gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, VALUE_ROWS)), 1)
     at, is_real = t * X + (head * D + d), (t < T) & (d < D)
-    _copy(_chunks(rows[3], 1, BLOCK_T, BLOCK_D).index(0), values + at, mask=is_real)
+    copy_values(_chunks(rows[3], 1, BLOCK_T, BLOCK_D).index(0), values + at, mask=is_real)
     async_copy.commit_group()
     t_T = gl.arange(0, BLOCK_T, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     product_T = gl.load(products + t_T * X + key_head, mask=t_T < T, other=0.0)
@@ -339,7 +324,7 @@ def _reciprocal(scale):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _whole(tile_DK, scale):  # type: ignore[no-untyped-def]
     """The same state with scale 1. All lanes of a program come here, or none."""
-    _barrier()  # keeps the branch around this one: as predicated instructions it would take its time at every token
+    warp_barrier()  # keeps the branch around this one: as predicated instructions it would take its time at every token
     return tile_DK * gl.expand_dims(scale, 1), scale * 0.0 + 1.0
 
 
@@ -421,7 +406,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """z_NVD: the raw gates. EARLY: before the wait the state is read, advanced by the entries and stored to the fold
     row."""
-    _release_next(PDL)
+    release_next(PDL)
     KEY_HEADS: gl.constexpr = V // REPEATS
     NUM_BLOCKS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     # Eight lanes of a tile's row have four key dims each, of every 32: sums over the key dim cross only these lanes.
@@ -430,7 +415,7 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
     b, head = gl.program_id(1).to(gl.int64), gl.program_id(0) // NUM_BLOCKS
     begin_d, key_head = gl.program_id(0) % NUM_BLOCKS * BLOCK_D, head // REPEATS
     if not EARLY:
-        _await_previous(PDL)
+        await_previous(PDL)
 
     window = (read_row_B, slot_B, read_length_B, fold_length_B, fold_row_B)
     read_row, fold_row, slot, read_length, count, fold_at, first = load_window(window, start_B, b, CAPACITY)
@@ -445,12 +430,12 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         begin_d, CAPACITY, ENTRY_CHUNKS, V, D, KEY_HEADS, K, BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
     async_copy.wait_group(0)
-    _barrier()
+    warp_barrier()
     length, fold_tile = remainder(read_length, _FOLD), tile + fold_row * ssm_stride + lanes
     tile_DK, scale = _replayed(tile_DK, entries, length, count, fold_tile, fold_at, is_real, k, K, KEYS, VALUES)
 
     if EARLY:
-        _await_previous(PDL)
+        await_previous(PDL)
     first_row, num_columns = live_columns(b, first_B, count_B, T)
     columns = (
         _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, BLOCK_K), _shared(BLOCK_T, 1), _shared(BLOCK_T, BLOCK_D),
@@ -461,14 +446,14 @@ def _gated_delta_ring_step(  # type: ignore[no-untyped-def]
         BLOCK_D, BLOCK_K, WARPS,
     )  # fmt: skip
     async_copy.wait_group(0)
-    _barrier()
+    warp_barrier()
     o, out = o_NVD + first_row * (V * D), out_NVD + first_row * (V * D)
     _run_columns(
         tile_DK, scale, columns, length + count, o + (head * D + begin_d) + local_d, ring_deltas + begin_d + local_d,
         entry_place(first, count, CAPACITY), is_value, k, num_columns, V, D, K, CAPACITY, KEYS, VALUES,
     )  # fmt: skip
 
-    _barrier()  # every lane's reads and stores must precede the count
+    warp_barrier()  # every lane's reads and stores must precede the count
     counter = counters + b * KEY_HEADS + key_head
     if gl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
         gl.store(counter, 0)

@@ -37,7 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from agentspec.kernels.four_bit import FourBitForm
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, ExpertGroups, empty_parts
-from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, copy_values, release_next, warp_barrier
+from agentspec.kernels.triton.launch import INTERPRETED, overlapped
 from agentspec.kernels.triton.linear_four_bit import (
     E2M1,
     INT4_SCALED,
@@ -71,11 +72,6 @@ _STAGES = tl.constexpr(3)
 """Steps whose tokens have room. A step's are asked for one step ahead: its room was read two steps ago, so that no warp
 still reads it."""
 _ORDER = (4, 2, 2, 2)
-_copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Its name in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,8 +226,8 @@ def four_bit_prompt_kernel(  # type: ignore[no-untyped-def]
     """num_outputs: of SwiGLU, those of gate alone. GROUPS: of 128 columns, of a row. FORMAT: as in linear_four_bit.py.
     A program has two blocks of 16 WARPS rows; of SwiGLU they are rows of gate and of up, eight in turn. weights: of
     pairs, without SwiGLU. pairs, tiles: None: of one matrix. residual: of one matrix."""
-    _await_previous(PDL)
-    _release_next(PDL)
+    await_previous(PDL)
+    release_next(PDL)
     first = gl.program_id(1) * BLOCK_M
     count = gl.minimum(num_tokens - first, BLOCK_M)
     if tiles is not None:
@@ -295,7 +291,7 @@ def _products(  # type: ignore[no-untyped-def]
         w, s, z, v, r, y = w_next, s_next, z_next, v_next, r_next, y_next
         async_copy.wait_group(0)
         fence_async_shared()
-        _barrier()
+        warp_barrier()
         _ask_for(x_at, buffers, step + 1, GROUPS)
         later = gl.minimum(step + 1, GROUPS - 1)
         w_next, s_next, z_next = _load(words, scales, zeros, block, lane, g, t, i, later, GROUPS, FORMAT)
@@ -325,8 +321,8 @@ def _products(  # type: ignore[no-untyped-def]
 def _ask_for(x_at, buffers, step, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Copy the tokens of a step to its room. A group of copies even if there is no such step."""
     if step < GROUPS:
-        _copy_rows(buffers.index(step % _STAGES * 2), x_at + step * _COLUMNS)
-        _copy_rows(buffers.index(step % _STAGES * 2 + 1), x_at + (step * _COLUMNS + _HALF))
+        copy_values(buffers.index(step % _STAGES * 2), x_at + step * _COLUMNS)
+        copy_values(buffers.index(step % _STAGES * 2 + 1), x_at + (step * _COLUMNS + _HALF))
     async_copy.commit_group()
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,7 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups, empty_parts
 from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens, scales_by_token
-from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, await_previous, overlapped, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, copy_block, copy_values, release_next, warp_barrier
+from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, overlapped
 from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight
 
@@ -62,13 +61,6 @@ _EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (
     gl.constexpr(field.value) for field in (EXPERT, FIRST, COUNT, NUM_ROWS, FIELDS)
 )
 _LARGEST = gl.constexpr(LARGEST.value)
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Their names in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-"""A barrier of the warps of one group."""
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 def is_supported(gate_up_X2IH: Weight, device: torch.device) -> bool:
@@ -174,7 +166,7 @@ def _fetch_gate_up(operands, shared):  # type: ignore[no-untyped-def]
             _describe(facts.index(stage), expert, first, count, block)
             places.index(2 * stage).store(low)
             places.index(2 * stage + 1).store(high)
-            _barrier()
+            warp_barrier()
         source = (x, x_stride, low, high, count, weights, weight_row, weight_row + width)
         turn = _fetch_steps(source, 0, first_steps, turn, shared, rows)
         piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
@@ -197,7 +189,7 @@ def _describe(facts, first, second, third, fourth):  # type: ignore[no-untyped-d
 def _end(facts, ready, counters_ptr):  # type: ignore[no-untyped-def]
     """Publish the end in the next free buffers, where its description belongs. ready: their barrier."""
     _describe(facts, 0, 0, 0, 0)
-    _barrier()
+    warp_barrier()
     mbarrier.arrive(ready, count=1)
     async_copy.mbarrier_arrive(ready, increment_count=False)
     if gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
@@ -237,13 +229,13 @@ def _fetch_steps(source, begin, end, turn, shared, rows: gl.constexpr):  # type:
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, _WEIGHT_BYTES)
-            _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
-            _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
+            copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
+            copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
             low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-            _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
+            copy_values(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
             if count > _HALF_M:
                 high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
-                _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
+                copy_values(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             turn += 1
     return turn
@@ -286,20 +278,20 @@ def _fetch_down(operands, num_runs, num_pairs, num_outputs, depth, shared):  # t
                 ready = full.index(stage)
                 if step == 0:
                     _describe(facts.index(tile % _TILES), weight_turn, 0, gl.minimum(left, 2 * _HALF_M), block)
-                    _copy_rows(places.index(tile % _TILES), pairs_ptr + at)
-                    _barrier()
+                    copy_values(places.index(tile % _TILES), pairs_ptr + at)
+                    warp_barrier()
                 _expect(ready, begin == 0, left > _HALF_M)
                 if begin == 0:
                     buffer = (weight_turn + step) % _STAGES * 2
-                    _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(buffer))
-                    _copy_block(
+                    copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(buffer))
+                    copy_block(
                         weights, [weight_row + _BLOCK_O, step * _BLOCK_K], ready, weight_buffers.index(buffer + 1)
                     )
-                _copy_block(h, [place, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
+                copy_block(h, [place, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
                 if left > _HALF_M:
-                    _copy_block(h, [place + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
-                _copy_rows(scales.index(2 * stage), h_scales_ptr + num_pairs.to(gl.int64) * step + at)
-                _copy_rows(scales.index(2 * stage + 1), weight_scales + step)
+                    copy_block(h, [place + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
+                copy_values(scales.index(2 * stage), h_scales_ptr + num_pairs.to(gl.int64) * step + at)
+                copy_values(scales.index(2 * stage + 1), weight_scales + step)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 if (left <= 2 * _HALF_M) & (step == num_steps // 2):
                     next_expert, next_first, next_count = _tile_of(runs_ptr, piece // num_blocks, num_runs)
@@ -450,7 +442,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
         count = all_count - GROUP * _HALF_M
         if count > 0:
             token = places.index(2 * (turn % _STAGES) + GROUP).load(gl.SliceLayout(1, layout))
-            _barrier()  # all warps have read the piece's description
+            warp_barrier()  # all warps have read the piece's description
             gate_scales = weight_scales_ptr + (expert * 2 * num_blocks + block) * num_groups
             up_scales = gate_scales + num_blocks * num_groups
             gate, up, turn = _multiply(
@@ -466,7 +458,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
             at = gl.expand_dims((begin + place).to(gl.int64) * width, 1) + gl.expand_dims(block * _BLOCK_O + o, 0)
             gl.store(h_ptr + at, rounded, mask=gl.expand_dims(place < count, 1))
         else:
-            _barrier()
+            warp_barrier()
             turn = _skip(turn, depth, full, empty)
         expert, first, all_count, block = _next_piece(facts.index(turn % _STAGES), full, turn)
 
@@ -544,8 +536,8 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     facts = gl.allocate_shared_memory(gl.int32, [_STAGES, 4], plain)
     places = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, _HALF_M], plain)
     shared = (x_buffers, weight_buffers, facts, places, full, empty)
-    _await_previous(PDL)
-    _release_next(PDL)
+    await_previous(PDL)
+    release_next(PDL)
     num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
     operands = (h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_pairs, width, depth)
     gl.warp_specialize(
@@ -590,8 +582,8 @@ def down_kernel(  # type: ignore[no-untyped-def]
     facts = gl.allocate_shared_memory(gl.int32, [_TILES, 4], plain)
     places = gl.allocate_shared_memory(gl.int32, [_TILES, 2 * _HALF_M], plain)
     shared = (x_buffers, weight_buffers, scales, facts, places, full, empty)
-    _await_previous(PDL)
-    _release_next(PDL)
+    await_previous(PDL)
+    release_next(PDL)
     num_runs = gl.load(runs_ptr + _NUM_ROWS)
     operands = (parts_ptr, weights_ptr, num_outputs, depth)
     sources = (h, h_scales_ptr, weights, weight_scales_ptr, pairs_ptr, runs_ptr, counters_ptr)

@@ -20,18 +20,14 @@ Shape letters as in linear_layers.py.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, release_next, warp_barrier
 
 _WORDS = gl.constexpr(128)
 """32-bit words of a tile."""
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
-_barrier = tl.debug_barrier
 
 
 def _int4_word(first: int, word: int, offset: int | None, scale: int | None = None) -> str:
@@ -251,7 +247,7 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
     FORMAT: FourBitForm.format. A program of SwiGLU has BLOCK_O / 2 rows of gate and the same of up, eight in turn: then
     a lane has both. FAR: groups that each share asks for to be in L2 before it awaits the previous kernel, beside those
     that it loads."""
-    _release_next(PDL)
+    release_next(PDL)
     NUM_BLOCKS: gl.constexpr = BLOCK_O // 8
     tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
     if FAR > 0:
@@ -268,7 +264,7 @@ def four_bit_kernel(  # type: ignore[no-untyped-def]
         place = partial + unit * (SPLIT * BLOCK_O * BLOCK_M) + place
         gl.store(place + part * (BLOCK_O * BLOCK_M), acc_OM)
         # The barrier orders every thread's store before the one thread's release.
-        _barrier()
+        warp_barrier()
         is_last = gl.atomic_add(arrivals + unit, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if is_last:
             # In order, whichever program adds them. L1 is not coherent with other multiprocessors' stores.
@@ -341,7 +337,7 @@ def walk(  # type: ignore[no-untyped-def]
         s_next += _load_scales(scale_at + _group(s_begin, n, s_end, EVEN and n < MOST) * SCALES, FORMAT)
         if has_zeros(FORMAT):
             z_next += (gl.load(zero_at + _group(w_begin, n, w_end, EVEN and n < MOST) * SCALES),)
-    _await_previous(PDL)
+    await_previous(PDL)
 
     share, k = part * SHARES + index_along(SHARES, 0, 3, X), index_along(WIDTH // sums_of(FORMAT), 1, 3, X)
     x_begin, x_end = _share_begin(share, GROUPS, PARTS), _share_begin(share + 1, GROUPS, PARTS)

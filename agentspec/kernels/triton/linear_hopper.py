@@ -24,23 +24,16 @@ from typing import TypeGuard
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.four_bit_tiles import FourBitTiles
 from agentspec.kernels.triton.four_bit_columns import in_order_of_words
-from agentspec.kernels.triton.launch import (
-    INTERPRETED,
-    NUM_COUNTERS,
-    arrival_counters,
-    await_previous,
-    overlapped,
-    release_next,
-)
+from agentspec.kernels.triton.gluon_names import await_previous, copy_block, release_next, warp_barrier
+from agentspec.kernels.triton.launch import INTERPRETED, NUM_COUNTERS, arrival_counters, overlapped
 from agentspec.kernels.triton.linear_plans import Plan
 from agentspec.kernels.triton.linear_tiles import E4M3_PAIR
 from agentspec.kernels.triton.machine import machine_of
@@ -55,13 +48,6 @@ _COLUMNS = gl.constexpr(SCALE_BLOCK)
 """Columns of a step, which have one scale."""
 _REGISTERS, _FETCH_REGISTERS = 232, 40
 """Of a thread that multiplies and of one that fetches."""
-
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Its name in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-"""A barrier of the warps of one group."""
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 def supports(plan: Plan, x_NK: Tensor, weight_OK: Weight) -> bool:
@@ -317,9 +303,9 @@ def _copy_weights(  # type: ignore[no-untyped-def]
             row = _first_row(tile, num_outputs, group, block, SWIGLU, BLOCKS)
             buffer = buffers.index(2 * BLOCKS * stage + BLOCKS * group + block)
             if FOUR_BIT:
-                _copy_block(weights, [row // 8, column * 4, 0], ready, buffer)
+                copy_block(weights, [row // 8, column * 4, 0], ready, buffer)
             else:
-                _copy_block(weights, [row, column * (_COLUMNS // 2)], ready, buffer)
+                copy_block(weights, [row, column * (_COLUMNS // 2)], ready, buffer)
 
 
 @gluon.jit
@@ -339,13 +325,13 @@ def _fetch(  # type: ignore[no-untyped-def]
         ready = full.index(turn)
         mbarrier.expect(ready, BYTES)
         _copy_weights(weights, weight_buffers, ready, turn, begin + turn, num_outputs, groups, SWIGLU, BLOCKS, FOUR_BIT)
-    _await_previous(PDL)
+    await_previous(PDL)
     for turn in range(ahead):
-        _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], full.index(turn), x_buffers.index(turn))
+        copy_block(x, [token, (begin + turn) % groups * _COLUMNS], full.index(turn), x_buffers.index(turn))
     releasing = gl.maximum(count - release, ahead)
     for turn in range(ahead, count):
         if turn == releasing:
-            _release_next(PDL)
+            release_next(PDL)
         stage = turn % STAGES
         mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
         ready = full.index(stage)
@@ -353,7 +339,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         _copy_weights(
             weights, weight_buffers, ready, stage, begin + turn, num_outputs, groups, SWIGLU, BLOCKS, FOUR_BIT
         )
-        _copy_block(x, [token, (begin + turn) % groups * _COLUMNS], ready, x_buffers.index(stage))
+        copy_block(x, [token, (begin + turn) % groups * _COLUMNS], ready, x_buffers.index(stage))
 
 
 @gluon.jit
@@ -480,7 +466,7 @@ def _sum_parts(  # type: ignore[no-untyped-def]
             for block in gl.static_range(NUM):
                 gl.store(parts + (2 * program + begins_tile) * TILE + block * SIZE, sums[block])
             # The barrier orders every thread's store before the one thread's release.
-            _barrier()
+            warp_barrier()
             has_all = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == last - first
         if has_all:
             gl.store(arrivals, 0)
@@ -539,7 +525,7 @@ def _store_factors(factors, ahead, num_tokens, groups, PARTS: gl.constexpr, BLOC
     is_real = (part < num_parts) & (n < num_tokens)
     total = gl.sum(gl.load(squares + part * num_tokens + n, mask=is_real, other=0.0), axis=0)
     factors.store(gl.rsqrt(total / (groups * _COLUMNS) + eps))
-    _barrier()
+    warp_barrier()
 
 
 @gluon.jit
@@ -602,7 +588,7 @@ def _compute(  # type: ignore[no-untyped-def]
     units = tiles * groups
     unit, end = _share_begin(gl.program_id(0), units), _share_begin(gl.program_id(0) + 1, units)
     turn = unit * 0
-    _await_previous(PDL)
+    await_previous(PDL)
     if norms[0][0] is not None:
         _store_factors(norms[1].index(GROUP), norms[0], operands[6], groups, PARTS, BLOCK_M)
     while unit < end:

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from agentspec.kernels.triton import prefill_line
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, copy_block, release_next, warp_barrier
 from agentspec.kernels.triton.prefill_attention_pages import (
     masked_scores,
     page_at,
@@ -43,13 +41,7 @@ _ROWS = gl.constexpr(64)
 REGISTERS: dict[str, Any] = {"REGISTERS": 240, "FETCH_REGISTERS": 24}
 """Registers of a thread of the second group and of the fetching one; the first group gets the rest of 504."""
 
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Its name in Triton 3.9, and before."""
-_barrier = tl.debug_barrier
-"""A barrier of the warps of one group."""
 _tile_at = gluon.jit(prefill_line.tile_at.fn)
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 @gluon.jit
@@ -83,7 +75,7 @@ def _copy_page(pool, page, column, HALF: gl.constexpr, buffers, full, turn, PAGE
     """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of a turn, which is empty."""
     ready = full.index(turn % 2)
     mbarrier.expect(ready, pool.block_type.nbytes)
-    _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], ready, buffers.index(turn % 2))
+    copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], ready, buffers.index(turn % 2))
 
 
 @gluon.jit
@@ -199,7 +191,7 @@ def _clear_rows(buffer, first_row, PAGE: gl.constexpr):  # type: ignore[no-untyp
         is_kept = first + gl.arange(0, 16, layout=gl.SliceLayout(1, rows)) < first_row
         part.store(gl.where(gl.expand_dims(is_kept, 1), part.load(rows), 0.0))
     fence_async_shared()
-    _barrier()
+    warp_barrier()
 
 
 @gluon.jit
@@ -218,7 +210,7 @@ def _load_queries(  # type: ignore[no-untyped-def]
         queries.slice(first, 16).store(q)
     # The group's matrix units read what all of its threads stored.
     fence_async_shared()
-    _barrier()
+    warp_barrier()
 
 
 @gluon.jit
@@ -325,8 +317,8 @@ def attend(  # type: ignore[no-untyped-def]
     dtype: gl.constexpr = queries_NQD.dtype.element_ty
     queries = gl.allocate_shared_memory(dtype, [2, _ROWS, D], gl.NVMMASharedLayout.get_default_for([_ROWS, D], dtype))
     shared = _pages(dtype, gl.NVMMASharedLayout.get_default_for([PAGE, D], dtype), PAGE, D)
-    _release_next(PDL)
-    _await_previous(PDL)
+    release_next(PDL)
+    await_previous(PDL)
     program = gl.program_id(0)
     begin, end = share_on_line(line_4I, most_tiles, program, gl.num_programs(0), 4)
     first_tile, num_tiles = tiles_of_share(line_4I, most_tiles, begin, end, 4)

@@ -17,14 +17,12 @@ Knows nothing of where tiles come from: see prefill_attention.py, also for terms
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -33,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import prefill_line
 from agentspec.kernels.triton.fp8_pages import power
-from agentspec.kernels.triton.launch import await_previous, release_next
+from agentspec.kernels.triton.gluon_names import await_previous, copy_block, release_next, warp_barrier
 from agentspec.kernels.triton.linear_tiles import decode_e4m3
 from agentspec.kernels.triton.prefill_attention_pages import (
     masked_scores,
@@ -50,14 +48,9 @@ BLOCK_M = 128
 """Two warp groups of four warps, 64 rows each."""
 NUM_WARPS = 8
 
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Its name in Triton 3.9, and before."""
-_barrier = tl.debug_barrier
 _decode_e4m3 = gluon.jit(decode_e4m3.fn)
 _power = gluon.jit(power.fn)
 _tile_at = gluon.jit(prefill_line.tile_at.fn)
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.uint8: gl.uint8}
@@ -77,7 +70,7 @@ def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_w
     readers."""
     barrier = barriers.index(turn % 2)
     mbarrier.expect(barrier, pool.block_type.nbytes, pred=is_wanted)
-    _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
+    copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
 
 
 @gluon.jit
@@ -115,7 +108,7 @@ def _turns(  # type: ignore[no-untyped-def]
             queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True
         )
         # All threads have read the keys of page j - 1 and the values of page j - 2.
-        _barrier()
+        warp_barrier()
         _fetch(pool, next_page, column, 0, keys, keys_ready, turn + j + 1, j + 1 < num_pages, PAGE)
         _fetch(pool, page, column, 1, values_, values_ready, turn + j, True, PAGE)
         page = next_page
@@ -159,7 +152,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
     # The fence makes the threads' shared-memory stores visible to the matrix units and TMA; after the barrier all
     # threads have read the last tile's buffers.
     fence_async_shared()
-    _barrier()
+    warp_barrier()
     _fetch(pool, page, column, 0, keys, keys_ready, turn, True, PAGE)
     _fetch(pool, next_page, column, 0, keys, keys_ready, turn + 1, num_pages > 1, PAGE)
     _fetch(pool, page, column, 1, values_, values_ready, turn, True, PAGE)
@@ -194,7 +187,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
         is_key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, rows)) < rest
         buffer.store(gl.where(gl.expand_dims(is_key, 1), v, 0.0))
         fence_async_shared()
-        _barrier()
+        warp_barrier()
     values = warpgroup_mma(weight, buffer, rescaled(values, shrink, values_layout), is_async=True)
     values = warpgroup_mma_wait(0, deps=[values])
     return largest, exponentials, values
@@ -204,7 +197,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
 def _stage(pool, page, column, HALF: gl.constexpr, staged, ready, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Start the copy of a page's codes of keys (HALF 0) or values (1) to a staging buffer that no thread reads."""
     mbarrier.expect(ready, pool.block_type.nbytes, pred=is_wanted)
-    _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], ready, staged, pred=is_wanted)
+    copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], ready, staged, pred=is_wanted)
 
 
 @gluon.jit
@@ -260,7 +253,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     next_page = page_at(pages, 1, num_pages, num_full, turned)
     # As in `_attend_run`: queries are visible to the matrix units, and the last tile's buffers have no readers.
     fence_async_shared()
-    _barrier()
+    warp_barrier()
     _stage(pool, page, column, 0, staged_keys, keys_here, True, PAGE)
     _stage(pool, page, column, 1, staged_values, values_here, True, PAGE)
     mbarrier.wait(keys_here, turn & 1)
@@ -268,7 +261,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
     mbarrier.wait(values_here, turn & 1)
     _decode(staged_values, values_.index(turn % 2), PAGE, D)
     fence_async_shared()
-    _barrier()
+    warp_barrier()
     _stage(pool, next_page, column, 0, staged_keys, keys_here, num_pages > 1, PAGE)
     _stage(pool, next_page, column, 1, staged_values, values_here, num_pages > 1, PAGE)
     largest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
@@ -301,7 +294,7 @@ def _attend_run_fp8(  # type: ignore[no-untyped-def]
         next_page = page_at(pages, j + 2, num_pages, num_full, turned)
         values = warpgroup_mma_wait(0, deps=[values])
         fence_async_shared()
-        _barrier()
+        warp_barrier()
         _stage(pool, next_page, column, 0, staged_keys, keys_here, j + 2 < num_pages, PAGE)
         _stage(pool, next_page, column, 1, staged_values, values_here, j + 2 < num_pages, PAGE)
     return largest, exponentials, values
@@ -372,8 +365,8 @@ def attend(  # type: ignore[no-untyped-def]
     staged = gl.allocate_shared_memory(gl.uint8, [2, PAGE, D], pool.layout)
     staged_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     _init_barriers(staged_ready)
-    _release_next(PDL)
-    _await_previous(PDL)
+    release_next(PDL)
+    await_previous(PDL)
     program = gl.program_id(0)
     begin, end = share_on_line(line_4I, most_tiles, program, gl.num_programs(0), 8)
     first_tile, num_tiles = tiles_of_share(line_4I, most_tiles, begin, end, 8)
@@ -434,7 +427,7 @@ def _load_queries(  # type: ignore[no-untyped-def]
     """Load a tile's queries to shared memory. `heads`: at its first token, the first that reads the key/value head.
     Rows after the span are 0."""
     # All threads have read the last tile's queries.
-    _barrier()
+    warp_barrier()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))

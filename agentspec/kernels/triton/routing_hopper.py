@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton.bfloat16_pairs import in_float32, sum_of
-from agentspec.kernels.triton.launch import INTERPRETED, await_previous, overlapped, release_next
+from agentspec.kernels.triton.gluon_names import (
+    await_previous,
+    copy_block,
+    copy_out,
+    reinterpret,
+    release_next,
+    warp_barrier,
+)
+from agentspec.kernels.triton.launch import INTERPRETED, overlapped
 from agentspec.kernels.triton.machine import machine_of
 
 TOKENS, EXPERTS, FEATURES = 64, 256, 64
@@ -42,17 +49,6 @@ _STAGES = gl.constexpr(4)
 _LEAST_STEPS = 4
 """Of a program: fewer are not worth a launch's begin and end."""
 _FETCH_REGISTERS = 40
-
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Its name in Triton 3.9, and in earlier versions."""
-_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""Likewise."""
-_descriptor = gl.shared_memory_descriptor
-_view = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
-"""Likewise."""
-_barrier = tl.debug_barrier
-_release_next = gluon.jit(release_next.fn)
-_await_previous = gluon.jit(await_previous.fn)
 
 
 def is_supported(x_NH: Tensor, router_XH: Tensor, norm_H: Tensor) -> bool:
@@ -155,7 +151,7 @@ def _load_rows(router, shared, step, place, BYTES: gl.constexpr):  # type: ignor
     _, row, first = place
     stage = step % _STAGES
     mbarrier.expect(full.index(stage), BYTES)
-    _copy_block(router, [row, first + step * _BLOCK_H], full.index(stage), router_buffers.index(stage))
+    copy_block(router, [row, first + step * _BLOCK_H], full.index(stage), router_buffers.index(stage))
 
 
 @gluon.jit
@@ -163,9 +159,9 @@ def _load_tokens(x, product, shared, step, place):  # type: ignore[no-untyped-de
     x_buffers, _, full, _ = shared
     n, _, first = place
     stage = step % _STAGES
-    _copy_block(x, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(stage))
+    copy_block(x, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(stage))
     if product is not None:
-        _copy_block(product, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(_STAGES + stage))
+        copy_block(product, [n, first + step * _BLOCK_H], full.index(stage), x_buffers.index(_STAGES + stage))
 
 
 @gluon.jit
@@ -177,7 +173,7 @@ def _fetch(x, product, summed, router, shared, STEPS: gl.constexpr, PDL: gl.cons
     place = gl.program_id(0) * _BLOCK_N, gl.program_id(1) * _BLOCK_X, gl.program_id(2) * (STEPS * _BLOCK_H)
     for step in gl.static_range(AHEAD):
         _load_rows(router, shared, step, place, BYTES)
-    _await_previous(PDL)
+    await_previous(PDL)
     for step in gl.static_range(AHEAD):
         _load_tokens(x, product, shared, step, place)
     if summed is None:
@@ -205,10 +201,10 @@ def _store_sums(summed, shared, step, place, STEPS: gl.constexpr):  # type: igno
     n, row, first = place
     if row == 0:
         if step == 0:
-            _copy_out(summed, [n, first], x_buffers.index(0))
+            copy_out(summed, [n, first], x_buffers.index(0))
         if step + 1 < STEPS:
             following = step + 1
-            _copy_out(summed, [n, first + following * _BLOCK_H], x_buffers.index(following % _STAGES))
+            copy_out(summed, [n, first + following * _BLOCK_H], x_buffers.index(following % _STAGES))
         tma.store_wait(1)
 
 
@@ -225,10 +221,10 @@ def _score(  # type: ignore[no-untyped-def]
     h = step * _BLOCK_H + gl.expand_dims(gl.arange(0, _BLOCK_H, layout=gl.SliceLayout(0, ROWS)), 0)
     gain = gl.load(norm_H + part * (STEPS * _BLOCK_H) + h, mask=step < STEPS, other=0.0).to(gl.float32)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    _view(gains, gl.float32, [1, ROOM, _BLOCK_H], plain).index(0).store(1.0 + gain)
-    _barrier()
-    _await_previous(PDL)
-    _release_next(PDL)
+    reinterpret(gains, gl.float32, [1, ROOM, _BLOCK_H], plain).index(0).store(1.0 + gain)
+    warp_barrier()
+    await_previous(PDL)
+    release_next(PDL)
     mbarrier.wait(full.index(0), 0)
     high, low, squares = _converted(x_buffers, gains.index(0), 0, False, ADDS)
     sums = gl.zeros([_BLOCK_N, _BLOCK_X], gl.float32, _sums_layout())

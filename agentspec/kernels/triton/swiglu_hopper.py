@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from agentspec.kernels.triton.gluon_names import copy_block, copy_out, warp_barrier
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.machine import machine_of
 
@@ -46,12 +46,6 @@ _TILES_M = 16
 _LEAST_SHARE = 0.9
 """Of the room of all programs' turns that outputs fill. With less, what the last turn and the last tokens leave idle
 costs as much as the SwiGLU's own launch. Measured on an H100 with the FFNs of a 4B and a 27B."""
-
-_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""Their names in Triton 3.9, and in earlier versions."""
-_barrier = tl.debug_barrier
-"""A barrier of the warps of one group."""
 
 
 def is_faster(num_tokens: int, width: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -122,10 +116,10 @@ def _fetch(x, weights, shared, num_tokens, width, depth, TILES_M: gl.constexpr):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
             mbarrier.expect(ready, num_bytes)
-            _copy_block(x, [m, step * _BLOCK_K], ready, x_buffers.index(stage))
+            copy_block(x, [m, step * _BLOCK_K], ready, x_buffers.index(stage))
             gate_up = weight_buffers.index(stage)
-            _copy_block(weights, [o, step * _BLOCK_K], ready, gate_up.slice(0, _BLOCK_O))
-            _copy_block(weights, [width + o, step * _BLOCK_K], ready, gate_up.slice(_BLOCK_O, _BLOCK_O))
+            copy_block(weights, [o, step * _BLOCK_K], ready, gate_up.slice(0, _BLOCK_O))
+            copy_block(weights, [width + o, step * _BLOCK_K], ready, gate_up.slice(_BLOCK_O, _BLOCK_O))
             turn += 1
 
 
@@ -154,11 +148,11 @@ def _multiply(out, shared, num_tokens, width, depth, GROUP: gl.constexpr, TILES_
         gate, up = gl.split(sums.reshape((_HALF_M, 2, _BLOCK_O)).permute((0, 2, 1)))
         y = (gate / (1.0 + gl.exp(-gate)) * up).to(out.dtype)
         tma.store_wait(0)
-        _barrier()  # no thread writes before the one that copies has seen the last copy's end
+        warp_barrier()  # no thread writes before the one that copies has seen the last copy's end
         buffer.store(y)
         fence_async_shared()
-        _barrier()
-        _copy_out(out, [m + GROUP * _HALF_M, o], buffer)
+        warp_barrier()
+        copy_out(out, [m + GROUP * _HALF_M, o], buffer)
     tma.store_wait(0)
 
 

@@ -30,6 +30,7 @@ from agentspec.kernels.triton import (
     gated_delta_columns,
     gated_delta_ring,
     grouped_four_bit_hopper,
+    launch,
     linear_four_bit,
     prefill_attention_hopper,
     prefill_attention_pages,
@@ -277,7 +278,6 @@ class _Language:
 
     static_range = range
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "tile")
-    shared_memory_descriptor = _Shared
 
     def __init__(self, allocate: Any) -> None:
         self.allocate_shared_memory = allocate
@@ -323,6 +323,19 @@ def _code(path: str) -> CodeType:
     return compile(tree, path, "exec")
 
 
+def _plain_names(*, tma: Any = None, async_copy: Any = None, **_: Any) -> dict[str, Any]:
+    """What gluon_names.py has, of these modules."""
+    return {
+        "copy_block": getattr(tma, "async_load", None),
+        "copy_out": getattr(tma, "async_store", None),
+        "copy_values": getattr(async_copy, "async_load", None),
+        "reinterpret": lambda shared, *form: shared.reinterpret(*form),
+        "warp_barrier": lambda: None,
+        "release_next": launch.release_next.fn,
+        "await_previous": launch.await_previous.fn,
+    }
+
+
 def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, Any]:
     """Run the source of a module with Gluon replaced, and with other values for what it imports from there. Return its
     globals."""
@@ -331,8 +344,9 @@ def _interpreted(module: ModuleType, allocate: Any, **names: Any) -> dict[str, A
         jit=lambda function=None, **_: function or (lambda decorated: decorated),
         constexpr_function=lambda function: function,
     )
-    copy.__dict__.update(gluon=gluon, gl=_Language(allocate), **names)
+    copy.__dict__.update(gluon=gluon, gl=_Language(allocate), tl=tl, **names)
     exec(_code(str(module.__file__)), copy.__dict__)
+    copy.__dict__.update({name: x for name, x in _plain_names(**names).items() if name in copy.__dict__})
     plain = {name: value.value for name, value in copy.__dict__.items() if isinstance(value, tl.constexpr)}
     copy.__dict__.update(plain)
     return copy.__dict__
@@ -349,7 +363,7 @@ def interpreted_ring_step() -> tuple[Any, Any]:
     names = _interpreted(gated_delta_ring, allocate, async_copy=_Copies())
     names.update({name: columns[name] for name in COLUMNS_OF_A_WINDOW})
     for module in (columns, names):
-        module["_barrier"] = lambda: None
+        module["warp_barrier"] = lambda: None
     return _Kernel(columns["_prepare_columns"]), _Kernel(names["_gated_delta_ring_step"])
 
 
@@ -432,7 +446,7 @@ def interpreted_four_bit_prompt() -> Any:
         warpgroup_mma=machine.product,
         warpgroup_mma_init=lambda value: value,
         warpgroup_mma_wait=machine.wait_products,
-        _barrier=machine.barrier,
+        warp_barrier=machine.barrier,
         _decoded=_rounded,
     )
     halves = names["_halves"]
@@ -464,7 +478,7 @@ def _rounded(words: Any, scales: Any, offset: Any, FORMAT: str) -> list[Any]:
 def _four_bit_names() -> dict[str, Any]:
     """What linear_four_bit.py defines."""
     names = _interpreted(linear_four_bit, None, mma_v2=lambda a, b, sums: sums + tl.dot(a, b.to(tl.float32)))
-    names["_barrier"] = lambda: None
+    names["warp_barrier"] = lambda: None
     names["layout_of"] = lambda _: "registers"
     names["_prefetch"] = lambda *_: None
     names["_decoded"] = _decoded
@@ -567,6 +581,6 @@ def interpreted_hopper() -> SimpleNamespace:
         warpgroup_mma_wait=machine.wait_products,
         TensorDescriptor=None,
     )
-    names["_barrier"] = machine.barrier
+    names["warp_barrier"] = machine.barrier
     names.update(prompt_pages())
     return SimpleNamespace(attend=_Kernel(names["attend"]), descriptor=_Pool)

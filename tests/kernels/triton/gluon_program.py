@@ -31,12 +31,12 @@ class SolveProgram(WarpGroups):
         self.names["gl"].bfloat16 = tl.float32
         self.names.update(
             as_rows=lambda x, columns: _Blocks(x.flatten(0, -2), (BLOCK_TOKENS, columns), 2),
-            _view=self._view,
-            _barrier=self._pass_barrier,
+            reinterpret=self._view,
+            warp_barrier=self._pass_barrier,
             _halves=_halves,
             _power=lambda x: tl.exp2(x),
         )
-        self.names["_release_next"] = self._begin
+        self.names["release_next"] = self._begin
         self._program = self._begin(PDL=False)
         self.operands, self.solve_blocks = self.names["operands"], _Launches(self, self.names["solve_blocks"])
         self.NUM_WARPS, self.MAX_REGISTERS = module.NUM_WARPS, module.MAX_REGISTERS

@@ -66,7 +66,7 @@ class WarpGroups:
         language.warp_specialize = self._run_groups
         language.program_id = self._program_id
         language.uint16, language.bfloat16 = tl.uint16, tl.bfloat16
-        self.names["_barrier"] = lambda: None
+        self.names["warp_barrier"] = lambda: None
         self.names[kernel] = _Kernel(self.names[kernel])
 
     def _program_id(self, axis: int) -> Any:
@@ -240,7 +240,7 @@ class ScoreGroups(WarpGroups):
             in_float32=lambda x: x,
             sum_of=lambda x, y: x + y,
             _blocks_of=lambda values, rows: _Blocks(values, (rows, routing_hopper.FEATURES), 2),
-            _view=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
+            reinterpret=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
         )
         self.score = self.names["score"]
 
