@@ -59,7 +59,7 @@ from agentspec.kernels.triton.shares import share_of
 
 _MIN_DOT = 16
 """Smallest side of a tile that the matrix units support."""
-_BLOCK_N = 16
+_BLOCK_N = 8
 """Tokens per program of the first launch."""
 _LINE_TILE = 4096
 """Most elements of a matrix of tiles and spans while the line is built. More would take registers from the rest of
