@@ -61,7 +61,9 @@ class Twin:
     def mix(self, i: int, x_NH: Tensor) -> Tensor:
         """x plus the mixer of layer i."""
         return self.model.layers[i].mix(
-            x_NH, self.model.pools.layers[i], lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self.windows)
+            x_NH,
+            self.model.pools.layers[i],
+            lambda mixer, x_NH, norm, memory: mixer.step(mixer.project(x_NH, norm), memory, self.windows),
         )
 
 

@@ -16,6 +16,7 @@ dim, C conv channels; in attention Q query heads, G key/value heads, D head dim,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -133,6 +134,16 @@ class OpenSum:
         return self.residual_NH.add_(self.product_NH)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenProduct:
+    """A product some of whose columns nobody has computed yet: `gated_delta_prefill` does so. A type of its own, so
+    that nothing reads them as if they were there."""
+
+    values_NP: Tensor
+    close: Callable[[], None]
+    """Computes the missing columns, in place. Call once."""
+
+
 class Backend(Protocol):
     # Dense blocks. Weights may have any form of weights.py that the backend supports, unless they are said to be
     # tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, with one
@@ -147,6 +158,12 @@ class Backend(Protocol):
     def norm_linear(self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
         """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra` appended; those are never
         rounded to 8 bits. norm: None if the input is normed already."""
+
+    def norm_linear_before_delta(
+        self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+    ) -> Tensor | OpenProduct:
+        """`norm_linear`, for `gated_delta_prefill` of its result: that may compute the columns `gates`, which it reads
+        last, beside the recurrence."""
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
         """silu(gate) * up of the normed input, [N, I] in x's dtype. gate_up holds the rows of gate, then those of
@@ -304,7 +321,7 @@ class Backend(Protocol):
 
     def gated_delta_prefill(
         self,
-        projected_NP: Tensor,
+        projected: Tensor | OpenProduct,
         weights: DeltaWeights,
         ssm_RVDK: Tensor,
         conv_R3C: Tensor,
@@ -313,7 +330,7 @@ class Backend(Protocol):
         out_weight: Weight | None = None,
     ) -> Tensor | ProductInput:
         """`gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW. The state after a block is stored
-        to the block's save rows only.
+        to the block's save rows only. projected: may lack columns of z (`norm_linear_before_delta`).
 
         out_weight: what `add_linear` multiplies the result with, which may then be a ProductInput for it. None: the
         result is a tensor.

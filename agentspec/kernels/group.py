@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from agentspec.kernels import reference
-from agentspec.kernels.backend import Backend, MixtureWeights, Norm, OpenSum, ProductInput
+from agentspec.kernels.backend import Backend, MixtureWeights, Norm, OpenProduct, OpenSum, ProductInput
 from agentspec.kernels.reference.ranking import token_of
 from agentspec.kernels.weights import Weight
 
@@ -124,6 +124,14 @@ class _Grouped:
 
     def norm_linear(self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
         return self._ops.norm_linear(*self._normed_of(x_NH, norm), weight_OH, extra_EH)
+
+    def norm_linear_before_delta(
+        self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+    ) -> Tensor | OpenProduct:
+        x_NH, still = self._normed_of(x_NH, norm)
+        if still is None:
+            return self._ops.norm_linear(x_NH, None, weight_OH, extra_EH)
+        return self._ops.norm_linear_before_delta(x_NH, still, weight_OH, extra_EH, gates)
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
         return self._ops.norm_swiglu(*self._normed_of(x_NH, norm), gate_up_2IH)

@@ -85,13 +85,14 @@ class GatedAttention:
             live=live,
         )
 
-    def prefill(
-        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
-    ) -> Tensor:
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         kv_P2SGD, exponent_P2GS = _pools(memory)
         return self._ops.attention_prefill(
             projected_NP, self.weights, self._rope, kv_P2SGD, batch, exponent_P2GS=exponent_P2GS
         )
+
+    def mix_prompt(self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        return self.prefill(self.project(x_NH, norm), memory, batch)
 
     def prefill_keys_values(
         self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch

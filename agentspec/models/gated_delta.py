@@ -77,10 +77,19 @@ class GatedDeltaNet:
             reads_early=True,
         )
 
-    def prefill(
-        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        ssm_RVDK, conv_R3C = memory[:2]
+        mixed_NX = self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
+        assert isinstance(mixed_NX, Tensor)
+        return mixed_NX
+
+    def mix_prompt(
+        self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch
     ) -> Tensor | kernels.ProductInput:
+        first_gate = len(self.weights.conv_C4)
+        gates = slice(first_gate, first_gate + self.out_proj.shape[1])
+        projected = self._ops.norm_linear_before_delta(x_NH, norm, *self.in_projs, gates)
         ssm_RVDK, conv_R3C = memory[:2]
         return self._ops.gated_delta_prefill(
-            projected_NP, self.weights, ssm_RVDK, conv_R3C, batch, out_weight=self.out_proj if projects else None
+            projected, self.weights, ssm_RVDK, conv_R3C, batch, out_weight=self.out_proj
         )

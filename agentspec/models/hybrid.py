@@ -25,8 +25,8 @@ from agentspec.models.state import Memory, Rings, StatePools, hidden_form
 from agentspec.models.tensors import ParameterScope
 from agentspec.types import ModelSpec
 
-MixerCore = Callable[[Mixer, Tensor, Memory], Tensor | kernels.ProductInput]
-"""Computes the mixed values from a mixer's projected input: its `step`, its `prefill`, or both."""
+MixerCore = Callable[[Mixer, Tensor, kernels.Norm, Memory], Tensor | kernels.ProductInput]
+"""Computes the mixed values from a layer's input: by the mixer's `project` and its `step`, its `prefill`, or both."""
 
 
 class DecoderLayer:
@@ -53,10 +53,8 @@ class DecoderLayer:
         self._norm_with_sum = self.post_norm if isinstance(self.ffn, SwiGLU) else None
 
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore, column_B: Tensor | None = None) -> Tensor:
-        """x plus the mixer's output; `core` runs between the mixer's projections. column_B: of which column of each
-        slot's window; None: of all."""
-        projected_NP = self.mixer.project(x_NH, self.input_norm)
-        mixed_NX = core(self.mixer, projected_NP, memory)
+        """x plus the mixer's output. column_B: of which column of each slot's window; None: of all."""
+        mixed_NX = core(self.mixer, x_NH, self.input_norm, memory)
         if column_B is not None:
             assert isinstance(mixed_NX, Tensor)
             x_NH, mixed_NX = self._ops.take_columns(x_NH, mixed_NX, column_B)
@@ -66,7 +64,7 @@ class DecoderLayer:
         """x plus the outputs of both blocks, with the same bits as one after the other."""
         if isinstance(self.ffn, SwiGLU):
             return self.ffn.add_to(self.mix(x_NH, memory, core), self.post_norm, next_norm)
-        mixed_NX = core(self.mixer, self.mixer.project(x_NH, self.input_norm), memory)
+        mixed_NX = core(self.mixer, x_NH, self.input_norm, memory)
         x = self._ops.add_linear_before_experts(x_NH, mixed_NX, self.mixer.out_proj, self.post_norm, self.ffn.weights)
         return self.ffn.add_to(x, self.post_norm, next_norm)
 
@@ -183,12 +181,16 @@ class HybridModel(ABC):
 
     def verify(self, batch: VerifyBatch) -> Tensor:
         tokens_N = batch.tokens_BT.flatten() if batch.live is None else batch.live.token_N
-        x_NH = self._run_layers(tokens_N, lambda mixer, x_NP, memory: mixer.step(x_NP, memory, batch))
+
+        def core(mixer: Mixer, x_NH: Tensor, norm: kernels.Norm, memory: Memory) -> Tensor:
+            return mixer.step(mixer.project(x_NH, norm), memory, batch)
+
+        x_NH = self._run_layers(tokens_N, core)
         return self._window_hidden(x_NH, batch)
 
     def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
         x_NH = self._run_layers(
-            batch.token_ids_N, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch, projects=True)
+            batch.token_ids_N, lambda mixer, x_NH, norm, memory: mixer.mix_prompt(x_NH, norm, memory, batch)
         )
         hidden_NH = self._ops.rms_norm(x_NH, self._norm)
         self._ops.save_hidden(hidden_NH, self.pools.hidden_RH, batch)
@@ -197,9 +199,9 @@ class HybridModel(ABC):
     def ride(self, prompts: kernels.PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
         num_tokens = len(prompts.token_ids_N)
 
-        def core(mixer: Mixer, x_NP: Tensor, memory: Memory) -> Tensor:
+        def core(mixer: Mixer, x_NH: Tensor, norm: kernels.Norm, memory: Memory) -> Tensor:
+            x_NP = mixer.project(x_NH, norm)
             prompts_ND = mixer.prefill(x_NP[:num_tokens], memory, prompts)
-            assert isinstance(prompts_ND, Tensor)
             return torch.cat((prompts_ND, mixer.step(x_NP[num_tokens:], memory, windows)))
 
         x_NH = self._run_layers(torch.cat((prompts.token_ids_N, windows.tokens_BT.flatten())), core)
@@ -222,7 +224,9 @@ class HybridModel(ABC):
         x_NH = head.layer.mix(
             x_NH,
             self.pools.layers[-1],
-            lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP),
+            lambda mixer, x_NH, norm, memory: head.attention.attend(
+                mixer.project(x_NH, norm), memory, start_B, page_table_BP
+            ),
             last_B if num_columns > 1 else None,
         )
         x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm, head.norm)

@@ -38,13 +38,14 @@ class Mixer(Protocol):
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
         """Mixed values [N, D] of every column of decode windows, slot by slot; writes to memory what its form says."""
 
-    def prefill(
-        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
-    ) -> Tensor | kernels.ProductInput:
-        """Mixed values [N, D] of prompt tokens; writes what a page holds of each token, and the wanted states.
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        """Mixed values [N, D] of prompt tokens; writes what a page holds of each token, and the wanted states."""
 
-        projects: `out_proj` is all that follows, by Backend.add_linear; the values may then be an input of this product
-        alone."""
+    def mix_prompt(
+        self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch
+    ) -> Tensor | kernels.ProductInput:
+        """`prefill` of `project`, where `out_proj` is all that follows, by Backend.add_linear: the values may be an
+        input of this product alone."""
 
 
 def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:

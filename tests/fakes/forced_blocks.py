@@ -201,7 +201,11 @@ class ForcedWindows(ForcedBlocks):
         assert ZERO_ROW not in rows_BR
 
     def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
-        return layer.mix(x_NH, memory, lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self._windows[i]))
+        return layer.mix(
+            x_NH,
+            memory,
+            lambda mixer, x_NH, norm, memory: mixer.step(mixer.project(x_NH, norm), memory, self._windows[i]),
+        )
 
     def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
         if len(memory) == 1:
@@ -321,7 +325,7 @@ class ForcedPrompts(ForcedBlocks):
     @staticmethod
     def _mix_batch(layer: DecoderLayer, memory: Memory, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
         return layer.mix(
-            x_NH.clone(), memory, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch, projects=True)
+            x_NH.clone(), memory, lambda mixer, x_NH, norm, memory: mixer.mix_prompt(x_NH, norm, memory, batch)
         )
 
     def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:

@@ -66,9 +66,10 @@ class ScalarDecay:
             self._save(memory, rows_BT[:, t], tuple(part_BT[:, t] for part_BT in states))
         return y_BTO.flatten(0, 1)
 
-    def prefill(
-        self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch, *, projects: bool = False
-    ) -> Tensor:
+    def mix_prompt(self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        return self.prefill(self.project(x_NH, norm), memory, batch)
+
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         out_NO = projected_NP.new_zeros(len(projected_NP), self._heads[0] * self._heads[1])
         for span in read_spans(batch):
             state = tuple(part_R[[span.read_row]] for part_R in memory)

@@ -56,7 +56,9 @@ def check_layers(oracle: Oracle, model: Qwen3_5Model) -> None:
     x_NH = oracle.w["model.embed_tokens.weight"][tokens]
     for i, (layer, full) in enumerate(zip(model._layers, oracle.full, strict=True)):
         mixed_NH = layer.mix(
-            x_NH.clone(), model.pools.layers[i], lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch)
+            x_NH.clone(),
+            model.pools.layers[i],
+            lambda mixer, x_NH, norm, memory: mixer.prefill(mixer.project(x_NH, norm), memory, batch),
         )
         got_NH = layer.ffn.add_to(mixed_NH, layer.post_norm)
         x_NH = oracle._layer(x_NH, f"model.layers.{i}.", full, first_position=0, index=i)

@@ -12,6 +12,7 @@ from agentspec.kernels.backend import (
     DeltaWeights,
     MixtureWeights,
     Norm,
+    OpenProduct,
     OpenSum,
     ProductInput,
     RopeTable,
@@ -50,6 +51,12 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     normed_NH = x_NH if norm is None else rms_norm(x_NH, norm)
     out_NO = linear(normed_NH, weight_OH)
     return out_NO if extra_EH is None else torch.cat([out_NO, torch_linear(normed_NH, extra_EH)], -1)
+
+
+def norm_linear_before_delta(
+    x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+) -> Tensor:
+    return norm_linear(x_NH, norm, weight_OH, extra_EH)
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
@@ -154,7 +161,7 @@ def gated_delta_step(
 
 
 def gated_delta_prefill(
-    projected_NP: Tensor,
+    projected: Tensor | OpenProduct,
     weights: DeltaWeights,
     ssm_RVDK: Tensor,
     conv_R3C: Tensor,
@@ -162,8 +169,9 @@ def gated_delta_prefill(
     *,
     out_weight: Weight | None = None,
 ) -> Tensor:
+    assert isinstance(projected, Tensor), "no operation here leaves columns open"
     num_heads, value_dim = ssm_RVDK.shape[1:3]
-    qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)
+    qkv, z, b, a = torch.split(projected, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)
     qkv_NC = causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, batch)
     o_NVD = gated_delta_blocks(qkv_NC, a, b, weights.a_log_V, weights.dt_bias_V, ssm_RVDK, batch)
     z_NVD = torch.unflatten(z, -1, (num_heads, value_dim))

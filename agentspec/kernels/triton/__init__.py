@@ -5,6 +5,7 @@ from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.cache_keys import compute_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.copies import append_text, draft_copies
+from agentspec.kernels.triton.delta_products import norm_linear_before_delta
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.gated_delta_ring import gated_delta_ring_step
 from agentspec.kernels.triton.hidden import fold_hidden, save_hidden
@@ -47,6 +48,7 @@ __all__ = [
     "linear",
     "logits",
     "norm_linear",
+    "norm_linear_before_delta",
     "norm_swiglu",
     "norm_to_rows",
     "open_window",

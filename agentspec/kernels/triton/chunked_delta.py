@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels.backend import DeltaWeights, ProductInput
+from agentspec.kernels.backend import DeltaWeights, OpenProduct, ProductInput
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
-from agentspec.kernels.triton import chunked_delta_hopper, chunked_delta_solve_hopper
+from agentspec.kernels.triton import chunked_delta_hopper, chunked_delta_solve_hopper, side_stream
 from agentspec.kernels.triton.chunked_delta_blocks import (
     FROM_START,
     NUM_GATES,
@@ -92,7 +92,7 @@ class _Scratch(NamedTuple):
 
 @touches_pools
 def gated_delta_prefill(
-    projected_NP: Tensor,
+    projected: Tensor | OpenProduct,
     weights: DeltaWeights,
     ssm_RVDK: Tensor,
     conv_R3C: Tensor,
@@ -106,6 +106,7 @@ def gated_delta_prefill(
     If the product with out_weight is W8A8 and value heads have 128 dims, the result is RoundedTokens.
 
     Rows moved are not counted in `state_traffic`: only the device knows them."""
+    projected_NP = projected.values_NP if isinstance(projected, OpenProduct) else projected
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
     num_channels, num_values = conv_R3C.shape[2], num_heads * value_dim
     num_key_heads = (num_channels - num_values) // (2 * key_dim)
@@ -138,7 +139,13 @@ def gated_delta_prefill(
         num_warps=_CONVOLVE_WARPS, **_CONVOLVE_SIZES, **heads, **dims, **padded, **overlapped(),
     )  # fmt: skip
     _solve(batch, scratch, value_dim, key_dim, heads, padded)
+    if isinstance(projected, OpenProduct):
+        # It begins when the launch above has ended. The programs of the launch below are then resident already.
+        with side_stream.fork(device):
+            projected.close()
     _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
+    if isinstance(projected, OpenProduct):
+        side_stream.join(device)
     # A row of the norm that is as wide as a group of 8-bit floats needs one scale.
     if out_weight is not None and value_dim == SCALE_BLOCK and takes_rounded(out_weight, num_tokens, dtype):
         scaled = _norm_to_fp8(x, weights, out_NX, num_heads, num_channels)

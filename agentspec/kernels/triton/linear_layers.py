@@ -64,7 +64,7 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
     plan = _plan("norm_linear", x_NH, weight_OH, extra_EH)
     if plan is not None:
         return launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
-    if norm is None or not _is_scaled(weight_OH, x_NH):
+    if norm is None or not is_scaled(weight_OH, x_NH):
         return library_product(_normed(x_NH, norm), weight_OH, extra_EH)
     num_outputs, num_extra = weight_OH.shape[0], 0 if extra_EH is None else len(extra_EH)
     out = torch.empty(len(x_NH), num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
@@ -73,12 +73,24 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
         multiply_scaled(scaled, weight_OH, out)
         return out
     assert normed_NH is not None
-    # The library's large products begin with a memset, beside which there is room.
-    with side_stream.fork(x_NH.device):
-        torch.mm(normed_NH, extra_EH.t(), out=out[:, num_outputs:])
-    multiply_scaled(scaled, weight_OH, out[:, :num_outputs])
-    side_stream.join(x_NH.device)
+    multiply_with_extra(scaled, weight_OH, out[:, :num_outputs], normed_NH, extra_EH, out[:, num_outputs:])
     return out
+
+
+def multiply_with_extra(
+    scaled: ScaledTokens,
+    weight_OH: BlockScaled,
+    out_NO: Tensor,
+    normed_NH: Tensor,
+    extra_EH: Tensor,
+    out_NE: Tensor,
+) -> None:
+    """`multiply_scaled`, and the product of the same tokens with rows that are not rounded to 8 bits."""
+    # The library's large products begin with a memset, beside which there is room.
+    with side_stream.fork(normed_NH.device):
+        torch.mm(normed_NH, extra_EH.t(), out=out_NE)
+    multiply_scaled(scaled, weight_OH, out_NO)
+    side_stream.join(normed_NH.device)
 
 
 def add_linear(
@@ -138,7 +150,7 @@ def _normed(x_NH: Tensor, norm: Norm | None) -> Tensor:
 def add_ffn(
     residual_NH: Tensor, norm: Norm, gate_up_2IH: Weight, down_HI: Weight, next_norm: Norm | None = None
 ) -> Tensor:
-    if not _is_scaled(gate_up_2IH, residual_NH) or _plan("norm_swiglu", residual_NH, gate_up_2IH) is not None:
+    if not is_scaled(gate_up_2IH, residual_NH) or _plan("norm_swiglu", residual_NH, gate_up_2IH) is not None:
         return add_linear(residual_NH, norm_swiglu(residual_NH, norm, gate_up_2IH), down_HI, next_norm)
     num_tokens, dtype = len(residual_NH), residual_NH.dtype
     gate_up_N2I = _scaled_product(normed_tokens(residual_NH, norm)[0], gate_up_2IH, num_tokens, dtype)
@@ -161,7 +173,7 @@ def takes_rounded(weight_HO: Weight, num_tokens: int, dtype: torch.dtype) -> Typ
     return all(_plan_of(kind, weight_HO, num_tokens, dtype) is None for kind in _ADDING)
 
 
-def _is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
+def is_scaled(weight_OH: Weight, x_NH: Tensor) -> TypeGuard[BlockScaled]:
     """Whether products of many tokens with this weight are W8A8."""
     return isinstance(weight_OH, BlockScaled) and takes_fp8(x_NH.dtype, weight_OH)
 
