@@ -32,7 +32,7 @@ def _case(model: str, steps: int, room: int, *, adds: bool = False) -> CompileCa
         constexprs={
             "STEPS": steps,
             "ROOM": room,
-            "FETCH_REGISTERS": 40,
+            **routing_hopper.REGISTERS,
             **({} if adds else dict.fromkeys(sums)),
         },
         num_warps=4,
@@ -45,5 +45,5 @@ def _case(model: str, steps: int, room: int, *, adds: bool = False) -> CompileCa
     )
 
 
-SIZES = (("35B", 32, 32), ("35B", 8, 8), ("122B", 48, 64), ("397B", 64, 64))
+SIZES = (("35B", 32, 16), ("35B", 8, 4), ("122B", 48, 32), ("397B", 64, 32), ("small", 7, 4), ("small", 1, 1))
 CASES = [_case(*size, adds=adds) for size in SIZES for adds in (False, True)]

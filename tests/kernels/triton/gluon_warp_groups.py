@@ -240,20 +240,51 @@ class ScoreGroups(WarpGroups):
             in_float32=lambda x: x,
             sum_of=lambda x, y: x + y,
             _blocks_of=lambda values, rows: _Blocks(values, (rows, routing_hopper.FEATURES), 2),
-            reinterpret=lambda rows, *_: SimpleNamespace(index=lambda _: _Rows(rows)),
+            reinterpret=lambda ring, _, shape, layout: _Recast(ring, [int(_number(size)) for size in shape]),
         )
         self.score = self.names["score"]
 
 
-class _Rows:
-    """A ring of vectors as one matrix."""
+class _Recast:
+    """A ring as of another shape [I, R, C]: its vectors as I matrices, or each matrix's first values as one of another
+    shape."""
 
-    def __init__(self, ring: _Ring) -> None:
-        self._ring = ring
+    def __init__(self, ring: _Ring, shape: list[int]) -> None:
+        self._ring, self._shape = ring, shape
+
+    def index(self, i: Any) -> _Rows | _Reshaped:
+        if len(self._ring.blocks[0].shape) == 2:
+            return _Reshaped(self._ring.index(i), self._shape[1:])
+        first = int(_number(i)) * self._shape[1]
+        return _Rows(self._ring.blocks[first : first + self._shape[1]])
+
+
+class _Rows:
+    """Vectors as one matrix."""
+
+    def __init__(self, buffers: list[_Buffer]) -> None:
+        self._buffers = buffers
 
     def store(self, value: Any) -> None:
-        for buffer, row in zip(self._ring.blocks, value.handle.data, strict=True):
+        for buffer, row in zip(self._buffers, value.handle.data, strict=True):
             buffer.store(_tensor(row))
+
+
+class _Reshaped:
+    """The first values of a buffer of matrices. A store leaves nothing of what was there."""
+
+    def __init__(self, buffer: _Buffer, shape: list[int]) -> None:
+        self._buffer, self._shape = buffer, shape
+        columns = buffer.shape[1]
+        assert shape[0] * shape[1] % columns == 0
+        self._part = slice(0, shape[0] * shape[1] // columns)
+
+    def store(self, value: Any) -> None:
+        self._buffer.clear()
+        self._buffer.store(_tensor(value.handle.data.reshape(-1, self._buffer.shape[1])), self._part)
+
+    def load(self, layout: object) -> Any:
+        return _tensor(self._buffer.values(self._part).reshape(self._shape).copy())
 
 
 class AttentionGroups(WarpGroups):
@@ -387,9 +418,13 @@ class _Buffer:
     def whole(self) -> _Buffer:
         return self
 
-    def values(self) -> Any:
-        assert self._is_here.all(), "a read of a buffer before its copy has landed"
-        return self._data
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._is_here.shape
+
+    def values(self, part: Any = ...) -> Any:
+        assert self._is_here[part].all(), "a read of a buffer before its copy has landed"
+        return self._data if part is ... else self._data[part]
 
     def load(self, layout: object) -> Any:
         return _tensor(self.values().copy())

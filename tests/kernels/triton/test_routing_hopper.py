@@ -14,14 +14,23 @@ from triton.runtime.errors import InterpreterError
 
 from agentspec.kernels.triton import routing_hopper
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.variants import Machine
 from tests.kernels.triton.gluon_warp_groups import ScoreGroups
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and torch.cuda.get_device_capability()[0] != 9, reason="Hopper's instructions"
 )
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-SIZES = ((1, 256, 64, 1), (65, 256, 512, 2), (130, 512, 448, 1), (64, 256, 384, 3))
-"""(tokens, experts, features, parts)."""
+SIZES = (
+    (1, 256, 64, 1),
+    (65, 256, 512, 2),
+    (130, 512, 448, 1),
+    (64, 256, 384, 3),
+    (63, 256, 192, 1),
+    (2, 256, 64 * 5, 1),
+    (66, 512, 64 * 12, 2),
+)
+"""(tokens, experts, features, parts). Each group of warps has no, one, two or more steps, and both as many or not."""
 
 
 def operands(size: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, ...]:
@@ -102,39 +111,66 @@ def test_sums_round_as_torch_does(device: torch.device) -> None:
     assert torch.equal(expected.nan_to_num(7.0).view(torch.int16), got.nan_to_num(7.0).view(torch.int16))
 
 
-def sum_in_many_orders(tensors: tuple[Tensor, ...], module: ModuleType) -> None:
+def score_in_many_orders(tensors: tuple[Tensor, ...], module: ModuleType) -> None:
     x, router, norm, product = tensors
+    expected = (x + product).double()
+    scores = expected * (1.0 + norm.double()) @ router.double().t()
     for seed in range(20):
-        *_, summed = score(x, router, norm, 1, seed, product, module)
+        parts, squares, summed = score(x, router, norm, 1, seed, product, module)
         assert torch.equal(summed, x + product), "other sums"
+        assert torch.allclose(parts[0].double(), scores, rtol=1e-3, atol=1e-2), "other scores"
+        assert torch.allclose(squares[0].double(), expected.square().sum(1), rtol=1e-5), "other squares"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU need not show that a wait is missing")
 @pytest.mark.parametrize(
     ("line", "instead", "fault"),
     [
+        # Of the sums.
         ("fence_async_shared()\n", "pass\n", "not yet visible"),
         ("        tma.store_wait(1)\n", "", "a copy to a buffer that still has readers"),
-        ("        tma.store_wait(0)\n", "", "that was not waited for"),
-        ("gl.where(is_again, _STAGES + stage, stage)", "stage", "still has readers|other sums"),
+        ("        tma.store_wait(0)\n", "        pass\n", "that was not waited for"),
+        ("0 if summed is None else 1", "0", "a copy to a buffer that still has readers"),
         (
-            "mbarrier.wait(empty.index(step % _STAGES), step // _STAGES & 1)",
+            "mbarrier.wait(converted.index(step % _TOKEN_STAGES), step // _TOKEN_STAGES & 1)",
             "pass",
-            "more arrivals than a phase has",
+            "still has readers|more arrivals than a phase has|not yet visible",
         ),
+        # Of a group's operands.
+        (
+            "mbarrier.wait(rows_full.index(stage), step // _ROW_STAGES & 1)",
+            "pass",
+            "a read of a buffer before its copy has landed",
+        ),
+        (
+            "mbarrier.wait(tokens_full.index(next_stage), following // _TOKEN_STAGES & 1)",
+            "pass",
+            "a read of a buffer before its copy has landed",
+        ),
+        ("if step >= 2 and", "if step >= 1 and", "a copy to a buffer that still has readers"),
+        # Between the groups.
+        ("mbarrier.wait(given.index(1 - GROUP), 0)", "pass", "before its copy has landed|other scores"),
+        ("mbarrier.arrive(given.index(GROUP), count=1)", "pass", "a deadlock"),
+        (
+            "given_sums.index(GROUP).store(",
+            "given_sums.index(1 - GROUP).store(",
+            "still has readers|before its copy has landed",
+        ),
+        ("given_sums.index(1 - GROUP).load(", "given_sums.index(GROUP).load(", "other scores"),
+        ("own, other = upper, lower", "own, other = lower, upper", "other scores"),
+        ("        squares += given_squares.load(", "        given_squares.load(", "other squares"),
     ],
 )
-def test_a_planted_fault_of_sums_is_found(
-    line: str, instead: str, fault: str, device: torch.device, tmp_path: Path
-) -> None:
+def test_a_planted_fault_is_found(line: str, instead: str, fault: str, device: torch.device, tmp_path: Path) -> None:
     source = Path(str(routing_hopper.__file__)).read_text()
     assert source.count(line) == 1
     changed = ModuleType("changed")
     changed.__file__ = str(tmp_path / "changed.py")
     Path(changed.__file__).write_text(source.replace(line, instead))
     tensors = operands((64, 256, 64 * 9, 1), device)
+    score_in_many_orders(tensors, routing_hopper)
     with pytest.raises((InterpreterError, AssertionError), match=fault):
-        sum_in_many_orders(tensors, changed)
+        score_in_many_orders(tensors, changed)
 
 
 def test_features_are_divided_while_programs_fit() -> None:
@@ -142,3 +178,15 @@ def test_features_are_divided_while_programs_fit() -> None:
     assert splits == [8, 8, 4, 2, 1]
     assert routing_hopper.split_of(257, 512, 3072, 132) == 8
     assert routing_hopper.split_of(257, 256, 192, 132) == 1
+
+
+def test_widths_whose_gains_fit_into_shared_memory_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = Machine(capability=(9, 0), num_multiprocessors=132)
+    monkeypatch.setattr(routing_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(routing_hopper, "machine_of", lambda _: hopper)
+
+    def is_supported(width: int) -> bool:
+        x, router = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows in (1, 256))
+        return routing_hopper.is_supported(x, router, x[0])
+
+    assert [width for width in (2048, 2080, 3072, 4096, 4160, 8192) if is_supported(width)] == [2048, 3072, 4096]
