@@ -76,7 +76,8 @@ def _counters(device: torch.device) -> Tensor:
             "a step must run once before it is captured: counters allocated during the capture would belong to the "
             "graph, which does not zero them before a replay"
         )
-    return torch.zeros(2, NUM_COUNTERS, dtype=torch.int32, device=device)
+    with torch.inference_mode(mode=False):  # they also serve calls outside
+        return torch.zeros(2, NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def overlapped() -> LaunchOptions:
