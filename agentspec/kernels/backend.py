@@ -160,7 +160,7 @@ class Backend(Protocol):
         rounded to 8 bits. norm: None if the input is normed already."""
 
     def norm_linear_before_delta(
-        self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+        self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
     ) -> Tensor | OpenProduct:
         """`norm_linear`, for `gated_delta_prefill` of its result: that may compute the columns `gates`, which it reads
         last, beside the recurrence."""

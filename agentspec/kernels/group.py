@@ -126,12 +126,9 @@ class _Grouped:
         return self._ops.norm_linear(*self._normed_of(x_NH, norm), weight_OH, extra_EH)
 
     def norm_linear_before_delta(
-        self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+        self, x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
     ) -> Tensor | OpenProduct:
-        x_NH, still = self._normed_of(x_NH, norm)
-        if still is None:
-            return self._ops.norm_linear(x_NH, None, weight_OH, extra_EH)
-        return self._ops.norm_linear_before_delta(x_NH, still, weight_OH, extra_EH, gates)
+        return self._ops.norm_linear_before_delta(*self._normed_of(x_NH, norm), weight_OH, extra_EH, gates)
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm | None, gate_up_2IH: Weight) -> Tensor:
         return self._ops.norm_swiglu(*self._normed_of(x_NH, norm), gate_up_2IH)

@@ -54,7 +54,7 @@ def norm_linear(x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Te
 
 
 def norm_linear_before_delta(
-    x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+    x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
 ) -> Tensor:
     return norm_linear(x_NH, norm, weight_OH, extra_EH)
 

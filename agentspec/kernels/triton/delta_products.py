@@ -24,9 +24,9 @@ LEAST_TOKENS = 2048
 
 
 def norm_linear_before_delta(
-    x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
+    x_NH: Tensor, norm: Norm | None, weight_OH: Weight, extra_EH: Tensor | None, gates: slice
 ) -> Tensor | OpenProduct:
-    if not is_scaled(weight_OH, x_NH) or extra_EH is None or not leaves_room(x_NH, gates):
+    if norm is None or not is_scaled(weight_OH, x_NH) or extra_EH is None or not leaves_room(x_NH, gates):
         return norm_linear(x_NH, norm, weight_OH, extra_EH)
     assert gates.stop == len(weight_OH.values), "z's rows are the last ones in 8 bits"
     scaled, normed_NH = normed_tokens(x_NH, norm, in_full=True)

@@ -3,11 +3,16 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from agentspec import kernels
+from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.triton import (
     attention_fp8,
     four_bit_experts,
@@ -17,6 +22,10 @@ from agentspec.kernels.triton import (
     grouped_four_bit_hopper,
 )
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.models import quantization
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.loaded import load_model
 from tests.kernels.triton.gluon_in_interpreter import (
     interpreted_four_bit,
     interpreted_four_bit_experts,
@@ -53,3 +62,20 @@ def _quick_interpreter() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
+
+
+WriteScaled = Callable[..., Callable[[], Qwen3_5Model]]
+
+
+@pytest.fixture
+def write_scaled(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteScaled:
+    """Writes a block-scaled checkpoint of some sizes. Returns what loads it, in a dtype, on these kernels, with blocks
+    kept."""
+    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
+    monkeypatch.setattr(kernels, "backend", lambda device: triton_backend)
+
+    def write(family: Family, dtype: torch.dtype, **sizes: Any) -> Callable[[], Qwen3_5Model]:
+        checkpoint = write_checkpoint(tmp_path, family, fp8="stored", vision=False, **sizes)
+        return partial(load_model, checkpoint, device=device, dtype=dtype)
+
+    return write

@@ -3,15 +3,13 @@ reads them before, and where they are left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
 from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.backend import Norm, OpenProduct
 from agentspec.kernels.group import within
@@ -19,11 +17,8 @@ from agentspec.kernels.triton import chunked_delta, chunked_delta_hopper, delta_
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.variants import Machine
 from agentspec.kernels.weights import Plain, Weight
-from agentspec.models import quantization
-from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
-from tests.kernels.triton.poison import poison_new_memory
+from tests.kernels.triton.conftest import WriteScaled
 from tests.kernels.triton.test_fp8_prefill import block_scaled, randn
 from tests.models.test_group import Pretended
 
@@ -34,9 +29,8 @@ GATES = slice(256, 512)
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room beside every recurrence, and new memory that holds NaN."""
+    """Room beside every recurrence."""
     monkeypatch.setattr(delta_products, "leaves_room", lambda *_: True)
-    poison_new_memory(monkeypatch)
 
 
 def norm_of(device: torch.device) -> Norm:
@@ -88,38 +82,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a mixer does, in order."""
     found: list[str] = []
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(name)
-            return function(*args, **kwargs)
+    def note(module: ModuleType, function: str, name: str) -> None:
+        original = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *args: found.append(name) or original(*args))
 
-        return call
-
-    monkeypatch.setattr(chunked_delta, "_fold", noted("recurrence", chunked_delta._fold))
-    monkeypatch.setattr(OpenProduct, "__init__", _with_noted_close(noted))
+    note(delta_products, "multiply_scaled", "gates")
+    note(chunked_delta, "_fold", "recurrence")
     return found
-
-
-def _with_noted_close(noted: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[..., None]:
-    original = OpenProduct.__init__
-
-    def init(self: OpenProduct, values_NP: Tensor, close: Callable[[], None]) -> None:
-        original(self, values_NP, noted("gates", close))
-
-    return init
 
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's, of padding tokens
 def test_prompts_have_the_bits_of_whole_products(
-    calls: list[str], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calls: list[str], write_scaled: WriteScaled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(
-        tmp_path,
+    load = write_scaled(
         "dense",
-        fp8="stored",
-        vision=False,
+        DTYPE,
         hidden_size=512,
         num_hidden_layers=2,
         full_attention_interval=2,
@@ -129,12 +109,10 @@ def test_prompts_have_the_bits_of_whole_products(
         linear_num_value_heads=4,
         linear_num_key_heads=2,
     )
-    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    monkeypatch.setattr(kernels, "backend", lambda _: triton_backend)
     prompt = [(7 * i) % 160 for i in range(NUM_TOKENS)]
 
     def run() -> list[Tensor]:
-        model = load_model(tmp_path, device=device, dtype=DTYPE)
+        model = load()
         return [Driver(model, max_tokens=512).prefill(prompt), *model.row_tensors(), *model.page_tensors()]
 
     got = run()

@@ -4,7 +4,6 @@ bits, and the results have the bits of a model whose mixers write them in 16 bit
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,14 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
-from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.triton import chunked_delta
-from agentspec.models import quantization
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.loaded import load_model
 from tests.fakes.ridden_pass import RiddenPass
+from tests.kernels.triton.conftest import WriteScaled
 
 # numpy's warning, in the interpreter: the gate of a large negative value is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -36,11 +31,8 @@ PROMPT = random.Random(3).choices(range(160), k=120)
 
 
 @pytest.fixture
-def model(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Qwen3_5Model:
-    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    monkeypatch.setattr(kernels, "backend", lambda device: triton_backend)
-    checkpoint = write_checkpoint(tmp_path, "dense", fp8="stored", mtp=False, **SIZES)
-    return load_model(checkpoint, device=device, dtype=torch.bfloat16)
+def model(write_scaled: WriteScaled) -> Qwen3_5Model:
+    return write_scaled("dense", torch.bfloat16, mtp=False, **SIZES)()
 
 
 @torch.inference_mode()

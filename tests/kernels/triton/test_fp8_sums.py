@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
-from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton import expert_prefill, fp8_sums
 from agentspec.kernels.triton import linear_layers as ours
@@ -22,10 +19,9 @@ from agentspec.kernels.triton.fp8_ffn import norm_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.norm_ahead import TokensAhead, attach, take_tokens
 from agentspec.kernels.weights import Plain, Weight
-from agentspec.models import quantization
-from tests.fakes.checkpoints import Family, write_checkpoint
-from tests.fakes.loaded import load_model
+from tests.fakes.checkpoints import Family
 from tests.fakes.sequence_driver import Driver
+from tests.kernels.triton.conftest import WriteScaled
 from tests.kernels.triton.test_fp8_prefill import block_scaled, randn
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -187,15 +183,13 @@ SMALL: dict[Family, dict[str, Any]] = {
 @torch.inference_mode()
 @pytest.mark.parametrize(("family", "num_tokens"), [("dense", 71), ("moe", 259)])
 def test_a_prompt_has_the_bits_of_separate_launches(
-    family: Family, num_tokens: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Family, num_tokens: int, write_scaled: WriteScaled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And only the first layer's norm has a launch."""
-    write_checkpoint(
-        tmp_path,
+    load = write_scaled(
         family,
-        fp8="stored",
+        DTYPE,
         mtp=False,
-        vision=False,
         hidden_size=WIDTH,
         num_hidden_layers=3,
         full_attention_interval=2,
@@ -205,8 +199,6 @@ def test_a_prompt_has_the_bits_of_separate_launches(
         linear_num_value_heads=4,
         **SMALL[family],
     )
-    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    monkeypatch.setattr(kernels, "backend", lambda _: triton_backend)
     norms: list[Tensor] = []
 
     def counted(x_NH: Tensor, *args: Any) -> ScaledTokens:
@@ -217,7 +209,7 @@ def test_a_prompt_has_the_bits_of_separate_launches(
 
     def prefill() -> list[Tensor]:
         norms.clear()
-        model = load_model(tmp_path, device=device, dtype=DTYPE)
+        model = load()
         hidden = Driver(model, max_tokens=512).prefill([(7 * i) % 160 for i in range(num_tokens)])
         return [hidden, *model.row_tensors(), *model.page_tensors()]
 

@@ -3,14 +3,12 @@ reads a residual without its product. The scores are torch's; test_routing_hoppe
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
 from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.backend import MixtureWeights, Norm, OpenSum
 from agentspec.kernels.group import within
@@ -20,11 +18,9 @@ from agentspec.kernels.triton.fp8_prefill import RoundedTokens
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.variants import Machine
 from agentspec.kernels.weights import BlockScaled, Plain
-from agentspec.models import quantization
-from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.loaded import load_model
 from tests.fakes.ridden_pass import RiddenPass
 from tests.fakes.sequence_driver import Driver
+from tests.kernels.triton.conftest import WriteScaled
 from tests.kernels.triton.test_experts import inputs, mixture_of
 from tests.kernels.triton.test_fp8_prefill import block_scaled, randn
 from tests.models.test_group import Pretended
@@ -131,14 +127,12 @@ def test_sums_are_left_open_only_where_the_scores_add_them(
 @torch.inference_mode()
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, of the interpreter
 def test_prompts_have_the_bits_of_sums_apart(
-    scores: Scores, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scores: Scores, write_scaled: WriteScaled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One alone, and short ones with windows that ride, for which the limits are lowered."""
-    write_checkpoint(
-        tmp_path,
+    load = write_scaled(
         "moe",
-        fp8="stored",
-        vision=False,
+        DTYPE,
         hidden_size=256,
         num_hidden_layers=3,
         full_attention_interval=2,
@@ -151,19 +145,17 @@ def test_prompts_have_the_bits_of_sums_apart(
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
     )
-    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    monkeypatch.setattr(kernels, "backend", lambda _: triton_backend)
     prompt = [(7 * i) % 160 for i in range(NUM_TOKENS)]
 
     def run() -> list[Tensor]:
-        model = load_model(tmp_path, device=device, dtype=DTYPE)
+        model = load()
         hidden = Driver(model, max_tokens=512).prefill(prompt)
         alone = [hidden, *model.row_tensors(), *model.page_tensors()]
         assert scores.num_calls % 3 == 0
         with monkeypatch.context() as patch:
             patch.setattr(mixture, "MOST_TOKENS", 64)
             patch.setattr(routing, "_FEW_TILES", 64)
-            model = load_model(tmp_path, device=device, dtype=DTYPE)
+            model = load()
             return [*alone, *RiddenPass(model, prompt[:130]).ridden()]
 
     got = run()
