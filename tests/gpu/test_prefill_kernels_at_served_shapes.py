@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.kernels import reference
-from agentspec.kernels.triton import page_expansion
+from agentspec.kernels import PrefillBatch, prefill_batch, reference
+from agentspec.kernels.triton import chunked_delta, chunked_delta_solve_hopper, page_expansion
 from agentspec.runtime.prefill_tables import PrefillSizes
 from agentspec.types import ZERO_ROW
 from tests.fakes.compare import relative_error
-from tests.fakes.prompt_run import Run
+from tests.fakes.prompt_run import Run, batch_of
 from tests.gpu.test_kernels_at_served_shapes import HEADS, PUBLISHED, RECURRENT, TINY
 from tests.kernels.triton import test_chunked_delta as delta_checks
 from tests.kernels.triton import test_hidden as hidden_checks
@@ -162,6 +162,43 @@ def test_gated_delta_with_slow_decays_matches_reference(model: str, cuda: torch.
 @pytest.mark.parametrize("model", RECURRENT)
 def test_gated_delta_is_split_and_batch_invariant(model: str, cuda: torch.device) -> None:
     delta_checks.check_bits(RECURRENT[model], cuda, seed=2)
+
+
+def values_of(case: delta_checks.Case, batch: PrefillBatch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """u of every block with tokens, between the second launch and the third."""
+    fold = chunked_delta._fold
+    kept: list[torch.Tensor] = []
+
+    def keep_and_fold(*args: Any) -> None:
+        kept.extend(arg.values_MVTD.clone() for arg in args if isinstance(arg, chunked_delta._Scratch))
+        fold(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(chunked_delta, "_fold", keep_and_fold)
+        case.run(batch)
+    (values_MVTD,) = kept
+    return values_MVTD[batch.blocks_MF[:, prefill_batch.BLOCK_COUNT] > 0]
+
+
+@pytest.mark.parametrize("append", APPENDS)
+@pytest.mark.parametrize("model", RECURRENT)
+def test_values_have_the_same_bits_by_either_launch(
+    model: str, append: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys, and with write strengths of 1, u is v: convolved in the second launch on Hopper, else in the
+    first."""
+    (runs, sizes), shape = APPENDS[append], RECURRENT[model]
+    batch = batch_of(runs, cuda, sizes=sizes)
+    case = delta_checks.make_case(shape, sum(len(run.token_ids) for run in runs), cuda, 3, [r.read_row for r in runs])
+    num_values = shape.value_heads * shape.value_dim
+    num_keys = shape.channels - num_values
+    case.projected_NP[:, :num_keys], case.conv_R3C[..., :num_keys] = 0, 0
+    case.projected_NP[:, shape.channels + num_values :][:, : shape.value_heads] = 100
+    got = values_of(case, batch, monkeypatch)
+    monkeypatch.setattr(chunked_delta_solve_hopper, "is_supported", lambda *_: False)
+    expected = values_of(case, batch, monkeypatch)
+    assert expected.any()
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,10 +1,10 @@
 """The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
 
 There are four launches: the convolution, and then the other state-independent work, for all blocks at once
-(chunked_delta_blocks.py, chunked_delta_solve_hopper.py); the states, block after block, and the outputs read from them
-(here, chunked_delta_hopper.py); the gated norm, which may round its results to 8 bits for the product that follows. A
-program of the third has some value dims of a value head of one span: its tile of the state stays in registers from the
-read row to the last block, and is stored to save rows on the way.
+(chunked_delta_blocks.py, chunked_delta_solve_hopper.py, which also has the convolution of v); the states, block after
+block, and the outputs read from them (here, chunked_delta_hopper.py); the gated norm, which may round its results to 8
+bits for the product that follows. A program of the third has some value dims of a value head of one span: its tile of
+the state stays in registers from the read row to the last block, and is stored to save rows on the way.
 
 Scratch tensors have the activations' type, except gates. Knows nothing of what rows mean. Shape letters as in
 chunked_delta_blocks.py.
@@ -83,7 +83,7 @@ class _Scratch(NamedTuple):
     keys_METK: Tensor
     """q of every key head, then k of every key head."""
     values_MVTD: Tensor
-    """v, then u."""
+    """v, then u. Only u if chunked_delta_solve_hopper.py solves."""
     gates_MVGT: Tensor
     """float32."""
     w_MVTK: Tensor
@@ -128,17 +128,20 @@ def gated_delta_prefill(
         reads_MVTT=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, BLOCK_TOKENS, dtype=dtype, device=device),
     )
     out_NX = torch.empty(num_tokens, num_values, dtype=dtype, device=device)
-    x, tables = (projected_NP, projected_NP.stride(0)), (batch.spans_UF, batch.blocks_MF)
+    x = projected_NP, projected_NP.stride(0)
     conv = (conv_R3C, conv_R3C.stride(0))
     heads = {"V": num_heads, "REPEATS": num_heads // num_key_heads}
     dims = {"D": value_dim, "K": key_dim}
     padded = {"T": BLOCK_TOKENS, "PADDED_D": padded_d, "PADDED_K": padded_k}
-    num_convolved = 2 * num_key_heads + num_heads
-    convolve_blocks[(num_convolved + triton.cdiv(num_heads, _CONVOLVE_SIZES["GATE_HEADS"]), num_blocks)](
-        *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
-        num_warps=_CONVOLVE_WARPS, **_CONVOLVE_SIZES, **heads, **dims, **padded, **overlapped(),
-    )  # fmt: skip
-    _solve(batch, scratch, value_dim, key_dim, heads, padded)
+    solves_on_hopper = chunked_delta_solve_hopper.is_supported(dtype, value_dim, key_dim, device)
+    _convolve(x, weights, conv, batch, scratch, heads, dims | padded, has_values=not solves_on_hopper)
+    if solves_on_hopper:
+        _solve_on_hopper(x, weights, conv, batch, scratch, heads)
+    else:
+        solve_blocks[(num_heads, num_blocks)](
+            batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded,
+            **overlapped(),
+        )  # fmt: skip
     if isinstance(projected, OpenProduct):
         # It begins when the launch above has ended. The programs of the launch below are then resident already.
         with side_stream.fork(device):
@@ -172,38 +175,60 @@ def _norm_to_fp8(
     return scaled
 
 
-def _solve(
+def _convolve(
+    x: tuple[Tensor, int],
+    weights: DeltaWeights,
+    conv: tuple[Tensor, int],
     batch: PrefillBatch,
     scratch: _Scratch,
-    value_dim: int,
-    key_dim: int,
     heads: dict[str, int],
-    padded: dict[str, int],
+    dims: dict[str, int],
+    *,
+    has_values: bool,
 ) -> None:
-    """The second launch."""
-    keys_METK = scratch.keys_METK
-    grid = (heads["V"], len(keys_METK))
-    if chunked_delta_solve_hopper.is_supported(keys_METK.dtype, value_dim, key_dim, keys_METK.device):
-        operands = chunked_delta_solve_hopper.operands(*scratch[:2], *scratch[3:])
-        chunked_delta_solve_hopper.solve_blocks[grid](
-            batch.blocks_MF,
-            *operands,
-            scratch.gates_MVGT,
-            num_warps=chunked_delta_solve_hopper.NUM_WARPS,
-            maxnreg=chunked_delta_solve_hopper.MAX_REGISTERS,
-            **heads,
-            **overlapped(),
-        )
-    else:
-        solve_blocks[grid](
-            batch.blocks_MF,
-            *scratch,
-            num_warps=_SOLVE_WARPS,
-            maxnreg=_SOLVE_REGISTERS,
-            **heads,
-            **padded,
-            **overlapped(),
-        )
+    """The first launch. has_values: v is convolved too."""
+    num_heads, num_keys = heads["V"], scratch.keys_METK.shape[1]
+    num_gate_programs = triton.cdiv(num_heads, _CONVOLVE_SIZES["GATE_HEADS"])
+    convolve_blocks[(num_keys + has_values * num_heads + num_gate_programs, len(batch.blocks_MF))](
+        *x,
+        weights.conv_C4,
+        weights.a_log_V,
+        weights.dt_bias_V,
+        *conv,
+        batch.spans_UF,
+        batch.blocks_MF,
+        *scratch[:3],
+        HAS_VALUES=has_values,
+        num_warps=_CONVOLVE_WARPS,
+        **_CONVOLVE_SIZES,
+        **heads,
+        **dims,
+        **overlapped(),
+    )
+
+
+def _solve_on_hopper(
+    x: tuple[Tensor, int],
+    weights: DeltaWeights,
+    conv: tuple[Tensor, int],
+    batch: PrefillBatch,
+    scratch: _Scratch,
+    heads: dict[str, int],
+) -> None:
+    """The second launch, with the convolution of v."""
+    chunked_delta_solve_hopper.solve_blocks[(heads["V"], len(batch.blocks_MF))](
+        *x,
+        weights.conv_C4,
+        *conv,
+        batch.spans_UF,
+        batch.blocks_MF,
+        *chunked_delta_solve_hopper.operands(*scratch[:2], *scratch[3:]),
+        scratch.gates_MVGT,
+        num_warps=chunked_delta_solve_hopper.NUM_WARPS,
+        maxnreg=chunked_delta_solve_hopper.MAX_REGISTERS,
+        **heads,
+        **overlapped(),
+    )
 
 
 def _fold(

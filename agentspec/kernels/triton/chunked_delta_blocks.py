@@ -7,7 +7,8 @@ With G the running sum of log decays in a block, the recurrence unrolls (referen
 With X the inverse of I + L this is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. The
 output is o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
 
-For heads of 128 by 128 on Hopper the second launch is chunked_delta_solve_hopper.py.
+For heads of 128 by 128 on Hopper the second launch is chunked_delta_solve_hopper.py, which also has the convolution of
+v.
 
 Products of two bf16 operands are accumulated in float32. Rounding X to bf16 would lose too much, so it enters products
 as two bf16 terms, its leading and its trailing digits. float32 operands are multiplied in float32.
@@ -205,6 +206,7 @@ def _convolve_head(  # type: ignore[no-untyped-def]
     channel, is_channel = first_channel + c, (c < SIZE)[None, :]
     taps = _taps(conv_C4, channel, c < SIZE)
     await_previous(PDL)
+    release_next(PDL)
     # All that decides about the usual case is loaded at once: its rows wait for nothing else.
     block = blocks_MF + m * NUM_BLOCK_FIELDS
     count, offset, span = tl.load(block + BLOCK_COUNT), tl.load(block + BLOCK_OFFSET), tl.load(block + BLOCK_SPAN)
@@ -282,13 +284,17 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     GATE_HEADS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has one head of q, of k or of v in one block: the convolution, then for q and k the norm (and q's
-    scale). Or, the last ones, the gates of GATE_HEADS value heads: no convolution waits for them."""
-    release_next(PDL)
+    """A program has one head of q, of k or, if HAS_VALUES, of v in one block: the convolution, then for q and k the
+    norm (and q's scale). Or, the last ones, the gates of GATE_HEADS value heads: no convolution waits for them.
+
+    The next launch is released after the wait for the previous one, so that it may read at once what is older than this
+    one."""
     KEY_HEADS: tl.constexpr = V // REPEATS
     C: tl.constexpr = 2 * KEY_HEADS * K + V * D
+    NUM_CONVOLVED: tl.constexpr = 2 * KEY_HEADS + (V if HAS_VALUES else 0)
     m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if head < 2 * KEY_HEADS:
         keys = keys_METK + (m * (2 * KEY_HEADS) + head) * (T * PADDED_K)
@@ -297,7 +303,7 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
             projected_NP, x_stride, conv_C4, conv_R3C, conv_stride, spans_UF, blocks_MF, m, head * K, scale, keys,
             C, K, PADDED_K, T, TILE, AT_ONCE, True, PDL
         )  # fmt: skip
-    elif head < 2 * KEY_HEADS + V:
+    elif head < NUM_CONVOLVED:
         head -= 2 * KEY_HEADS
         values = values_MVTD + (m * V + head) * (T * PADDED_D)
         _convolve_head(
@@ -306,7 +312,8 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     else:
         await_previous(PDL)
-        first_head = (head - (2 * KEY_HEADS + V)) * GATE_HEADS
+        release_next(PDL)
+        first_head = (head - NUM_CONVOLVED) * GATE_HEADS
         count = tl.load(blocks_MF + m * NUM_BLOCK_FIELDS + BLOCK_COUNT)
         raw = projected_NP + tl.load(blocks_MF + m * NUM_BLOCK_FIELDS + BLOCK_OFFSET) * x_stride + (C + V * D)
         if count > 0:

@@ -1,5 +1,9 @@
 """The second launch of chunked_delta.py for Hopper's matrix units, in Gluon: the function of
-chunked_delta_blocks.solve_blocks, for heads of 128 by 128.
+chunked_delta_blocks.solve_blocks, for heads of 128 by 128, and the convolution of v.
+
+Both launches are bound by memory, and v is half of the convolution's channels: a program computes its tile of v itself,
+from what the first launch would read for it, rather than read what that has stored. Bits are those of
+chunked_delta_blocks.convolve_blocks.
 
 A program's time is that of a chain of small steps, so each of them is short:
 
@@ -8,9 +12,10 @@ A program's time is that of a chain of small steps, so each of them is short:
 - The diagonal blocks of 16 are inverted by substitution in float32, a thread for each column. All that passes through
   shared memory is L, whose columns every thread reads four values at a time, and the inverses.
 - Two steps of joining remain, whose products have just the columns that are not zero.
+- v is convolved while the first products run. What it needs is loaded before everything else.
 
-Three programs are resident per multiprocessor. Tiles of operands are loaded and stored by TMA; u takes the place of v
-in shared memory, and w that of k.
+Three programs are resident per multiprocessor. Tiles of keys are loaded by TMA, and results stored by it; u takes the
+place of v in shared memory, and w that of k.
 
 Knows nothing of how operands are computed: see chunked_delta_blocks.py, also for terms and shape letters.
 """
@@ -37,6 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton import chunked_delta_blocks as blocks
 from agentspec.kernels.triton import chunked_delta_hopper
+from agentspec.kernels.triton.bfloat16_pairs import in_float32
 from agentspec.kernels.triton.chunked_delta_hopper import HEAD_DIM, as_rows
 from agentspec.kernels.triton.gluon_names import (
     await_previous,
@@ -46,7 +52,15 @@ from agentspec.kernels.triton.gluon_names import (
     release_next,
     warp_barrier,
 )
-from agentspec.kernels.triton.prefill_columns import BLOCK_COUNT, NUM_BLOCK_FIELDS
+from agentspec.kernels.triton.prefill_columns import (
+    BLOCK_COUNT,
+    BLOCK_OFFSET,
+    BLOCK_SPAN,
+    NUM_BLOCK_FIELDS,
+    NUM_SPAN_FIELDS,
+    OFFSET,
+    READ_ROW,
+)
 from agentspec.types import BLOCK_TOKENS
 
 NUM_WARPS = 4
@@ -64,6 +78,10 @@ _CHUNKS = gl.constexpr(16 // 4)
 _SWIZZLE = gl.constexpr(2)
 """Columns of L in shared memory with one order of chunks. The next ones have another, lest threads that store need the
 same bank."""
+_RUN = gl.constexpr(8)
+_RUNS = gl.constexpr(BLOCK_TOKENS // 8)
+"""Adjacent tokens of v per thread: it loads each row of x once for the four outputs that it enters. And the number of
+such runs."""
 
 _BETA, _HIGH, _LOW, _FROM_START, _NUM_GATES = (
     gl.constexpr(gate.value) for gate in (blocks.BETA, blocks.HIGH, blocks.LOW, blocks.FROM_START, blocks.NUM_GATES)
@@ -75,6 +93,7 @@ _HALVES = gl.constexpr(
 )
 """Of two neighbours. From Triton's own operations some of its versions make a sixth more instructions."""
 _LOG2_E = gl.constexpr(math.log2(math.e))
+_sigmoid = gluon.jit(blocks.fast_sigmoid.fn)
 assert max(_BETA.value, _HIGH.value, _LOW.value, _FROM_START.value) < _NUM_LOADED.value, "these gates are the first"
 
 
@@ -303,6 +322,89 @@ def _joined(inverses, under, tiles, SIZE: gl.constexpr):  # type: ignore[no-unty
     return _beside(gl.where(is_second, -between, inverses), gl.where(is_second, inverses, 0.0), 2 * SIZE)
 
 
+@gluon.constexpr_function
+def _runs_layout() -> gl.BlockedLayout:
+    """Of a row of x, or of v, for each run [runs, channels]. A thread has eight channels, which 16-byte loads need."""
+    return gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _rows_of_x(  # type: ignore[no-untyped-def]
+    projected_NP, x_stride, conv_R3C, conv_stride, spans_UF, block, m, count, channel, C: gl.constexpr
+):
+    """Load the rows of x of which v of block m is computed, in tensors with a row for each run: those of the three
+    tokens before it, then those of its own. The block's last token stands for those after it.
+
+    In the usual case, that the block before has the three tokens before this one, the loads wait for `block` only.
+    Rows before the span take other addresses: a choice between loaded values would wait for these."""
+    offset, span = gl.load(block + BLOCK_OFFSET).to(gl.int32), gl.load(block + BLOCK_SPAN)
+    earlier_span = gl.load(block - NUM_BLOCK_FIELDS + BLOCK_SPAN, mask=m > 0, other=-1)
+    earlier_count = gl.load(block - NUM_BLOCK_FIELDS + BLOCK_COUNT, mask=m > 0, other=0)
+    start = gl.arange(0, _RUNS, layout=gl.SliceLayout(1, _runs_layout())) * _RUN
+    last = gl.maximum(count, 1) - 1
+    own = ()
+    for i in gl.static_range(_RUN):
+        token = offset + gl.minimum(start + i, last)
+        own += (gl.load(_row_at(projected_NP + token.to(gl.int64) * x_stride, channel)),)
+    is_first = (earlier_span != span) | (earlier_count < 3) | (count == 0)  # padding's place is token 0
+    of_span = spans_UF + span * NUM_SPAN_FIELDS
+    before = offset - gl.load(of_span + OFFSET, mask=is_first, other=-3).to(gl.int32)
+    past = conv_R3C + gl.load(of_span + READ_ROW, mask=is_first, other=0) * conv_stride
+    earlier = ()
+    for i in gl.static_range(3):
+        token = gl.minimum(start + (i - 3), last)
+        in_span = _row_at(projected_NP + (offset + token).to(gl.int64) * x_stride, channel)
+        in_past = _row_at(past + (before + token + 3) * C, channel)
+        earlier += (gl.load(gl.where(gl.expand_dims(before + token < 0, 1), in_past, in_span)),)
+    return earlier + own
+
+
+@gluon.jit
+def _row_at(places, channel):  # type: ignore[no-untyped-def]
+    return gl.expand_dims(places, 1) + gl.expand_dims(channel, 0)
+
+
+@gluon.jit
+def _weights(conv_C4, first_channel):  # type: ignore[no-untyped-def]
+    """Load the convolution's weights of a head: four of a channel, then those of the next."""
+    return gl.load(conv_C4 + first_channel * 4 + gl.arange(0, 4 * _K, layout=gl.BlockedLayout([32], [32], [4], [0])))
+
+
+@gluon.jit
+def _convolved(rows, weights):  # type: ignore[no-untyped-def]
+    """v [_T, _K] of `_rows_of_x`: SiLU of the convolution, with the operations of chunked_delta_blocks._store_runs."""
+    layout: gl.constexpr = _runs_layout()
+    even, odd = gl.split(gl.reshape(in_float32(weights), [_K, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    taps = (first, second, third, fourth)
+    v = ()
+    for i in gl.static_range(_RUN):
+        y = gl.zeros([_RUNS, _K], gl.float32, layout)
+        for tap in gl.static_range(4):
+            weight = gl.convert_layout(taps[tap], gl.SliceLayout(0, layout))
+            y += in_float32(rows[i + tap]) * gl.expand_dims(weight, 0)
+        v += ((y * _sigmoid(y)).to(gl.bfloat16),)
+    # [runs, channels, the token's number in its run in three bits]
+    even = gl.join(gl.join(v[0], v[4]), gl.join(v[2], v[6]))  # type: ignore[misc]
+    odd = gl.join(gl.join(v[1], v[5]), gl.join(v[3], v[7]))  # type: ignore[misc]
+    return gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 3, 4, 1)), [_T, _K])
+
+
+@gluon.constexpr_function
+def _layout_of(x):  # type: ignore[no-untyped-def]
+    return x.type.layout
+
+
+@gluon.jit
+def _store_values(v, count, v_tile):  # type: ignore[no-untyped-def]
+    """Store v, with zeros after the block's last token."""
+    if count < _T:
+        t = gl.arange(0, _T, layout=gl.SliceLayout(1, _layout_of(v)))
+        v = gl.where(gl.expand_dims(t < count, 1), v, 0.0)
+    v_tile.store(v)
+
+
 @gluon.jit
 def _applied(high, low, x):  # type: ignore[no-untyped-def]
     """Begin the product of a matrix in halves with x in shared memory."""
@@ -312,7 +414,29 @@ def _applied(high, low, x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _load_keys_and_gates(  # type: ignore[no-untyped-def]
+    keys, gates_MVGT, k_tile, q_tile, gates, m, head, V: gl.constexpr, REPEATS: gl.constexpr
+):
+    """Load k, q and the gates of a head in block m, and wait for them."""
+    keys_here = _arrival()
+    key_row = (m * (2 * (V // REPEATS)) + head // REPEATS) * _T
+    place = gl.arange(0, _NUM_LOADED * _T, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    loaded = gl.load(gates_MVGT + (m * V + head).to(gl.int64) * (_NUM_GATES * _T) + place)
+    mbarrier.expect(keys_here, 2 * keys.block_type.nbytes)
+    copy_block(keys, [key_row + V // REPEATS * _T, 0], keys_here, k_tile)
+    copy_block(keys, [key_row, 0], keys_here, q_tile)
+    gates.store(loaded)
+    mbarrier.wait(keys_here, 0)
+
+
+@gluon.jit
 def solve_blocks(  # type: ignore[no-untyped-def]
+    projected_NP,
+    x_stride,
+    conv_C4,
+    conv_R3C,
+    conv_stride,
+    spans_UF,
     blocks_MF,
     keys,
     values,
@@ -323,37 +447,38 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     REPEATS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program has one value head in one block. It computes w and reads; u, which overwrites v."""
+    """A program has one value head in one block. It computes w, reads and u."""
     release_next(PDL)
-    await_previous(PDL)
     layout: gl.constexpr = _product_layout(_T)
     m, head = gl.program_id(1), gl.program_id(0)
-    count = gl.load(blocks_MF + m.to(gl.int64) * NUM_BLOCK_FIELDS + BLOCK_COUNT)
+    KEY_CHANNELS: gl.constexpr = 2 * (V // REPEATS) * _K
+    first_channel = KEY_CHANNELS + head * _K
+    weights = _weights(conv_C4, first_channel)
+    # What is no result of the launch before may be read already: that one releases this one when it has waited itself.
+    block = blocks_MF + m.to(gl.int64) * NUM_BLOCK_FIELDS
+    count = gl.load(block + BLOCK_COUNT).to(gl.int32)
+    channel = first_channel + gl.arange(0, _K, layout=gl.SliceLayout(0, _runs_layout()))
+    rows = _rows_of_x(
+        projected_NP, x_stride, conv_R3C, conv_stride, spans_UF, block, m, count, channel, KEY_CHANNELS + V * _K
+    )
+    await_previous(PDL)
+    if count == 0:
+        return
     k_tile, q_tile, v_tile, read_tile = _tile(_T, _K), _tile(_T, _K), _tile(_T, _K), _tile(_T, _T)
     near, far = (_tile(_T, _SIZE), _tile(_T, _SIZE)), (_tile(_T, 2 * _SIZE), _tile(_T, 2 * _SIZE))
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(_AT_ONCE, _SWIZZLE, _CHUNKS, [1, 0])
     diagonal = gl.allocate_shared_memory(gl.float32, [1, _SIZE, _T], swizzled).index(0)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [1, _NUM_LOADED * _T], plain).index(0)
-    keys_here, values_here = _arrival(), _arrival()
-
-    row, key_row = (m * V + head) * _T, (m * (2 * (V // REPEATS)) + head // REPEATS) * _T
-    place = gl.arange(0, _NUM_LOADED * _T, layout=gl.BlockedLayout([2], [32], [4], [0]))
-    loaded = gl.load(gates_MVGT + (m * V + head).to(gl.int64) * (_NUM_GATES * _T) + place)
-    mbarrier.expect(keys_here, 2 * keys.block_type.nbytes)
-    mbarrier.expect(values_here, values.block_type.nbytes)
-    copy_block(keys, [key_row + V // REPEATS * _T, 0], keys_here, k_tile)
-    copy_block(keys, [key_row, 0], keys_here, q_tile)
-    copy_block(values, [row, 0], values_here, v_tile)
-    gates.store(loaded)
-    mbarrier.wait(keys_here, 0)
-    if count == 0:  # known only now, so that nothing waits for it
-        mbarrier.wait(values_here, 0)
-        return
-
+    row = (m * V + head) * _T
+    _load_keys_and_gates(keys, gates_MVGT, k_tile, q_tile, gates, m, head, V, REPEATS)
     nothing = gl.zeros([_T, _T], gl.float32, layout)
     of_keys = warpgroup_mma(k_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     of_queries = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    # Always; but without the branch the compiler moves parts up, between those of the products or even before the
+    # loads of keys, where they wait for x.
+    if count > 0:
+        _store_values(_convolved(rows, weights), count, v_tile)
     ratio = _ratios(gates, layout)
     beta = _gate(gates, _BETA, 0, layout)
     of_keys = warpgroup_mma_wait(1, deps=[of_keys])
@@ -369,7 +494,6 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     inverse = _joined(inverses, far, _room(q_tile, 2 * _SIZE), 2 * _SIZE)
     beta = _gate(gates, _BETA, 1, layout)
     u_high, u_low = _halves(inverse * beta)
-    mbarrier.wait(values_here, 0)
     u = _applied(u_high, u_low, v_tile)
     w_high, w_low = _halves(inverse * (beta * _gate(gates, _FROM_START, 1, layout)))
     u = warpgroup_mma_wait(0, deps=[u]).to(gl.bfloat16)

@@ -33,6 +33,8 @@ def _cases(
     conv = {"conv_R3C": activations, "conv_stride": "i32"}
     tables = {"spans_UF": "*i64", "blocks_MF": "*i64"}
     scratch = {"keys_METK": activations, "values_MVTD": activations, "gates_MVGT": "*fp32"}
+    # On Hopper v's convolution is a part of `_solve`, as far as that supports the heads.
+    has_values = (target, activations, head_dim) != (HOPPER, "*bf16", chunked_delta_hopper.HEAD_DIM)
     solved = {"w_MVTK": activations, "reads_MVTT": activations}
     return [
         CompileCase(
@@ -40,7 +42,7 @@ def _cases(
             kernel=chunked_delta_blocks.convolve_blocks,
             targets=(target,),
             signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
-            constexprs=heads | dims | padded | chunked_delta._CONVOLVE_SIZES,
+            constexprs=heads | dims | padded | chunked_delta._CONVOLVE_SIZES | {"HAS_VALUES": has_values},
             num_warps=chunked_delta._CONVOLVE_WARPS,
             multiples_of_16=("x_stride", "conv_stride"),
             instructions=("ld.global.v4.b32", "st.global.v4.b32"),
@@ -109,12 +111,21 @@ def _solve(model: str, value_heads: int, key_heads: int) -> CompileCase:
     return CompileCase(
         name=f"solve_blocks for Hopper {model}",
         kernel=chunked_delta_solve_hopper.solve_blocks,
-        signature={"blocks_MF": "*i64", "gates_MVGT": "*fp32"}
+        signature={"projected_NP": "*bf16", "x_stride": "i32", "conv_C4": "*bf16"}
+        | {"conv_R3C": "*bf16", "conv_stride": "i32"}
+        | {"spans_UF": "*i64", "blocks_MF": "*i64", "gates_MVGT": "*fp32"}
         | {"keys": _rows(128), "values": _rows(128), "w": _rows(128), "reads": _rows(64)},
         constexprs={"V": value_heads, "REPEATS": value_heads // key_heads},
         num_warps=chunked_delta_solve_hopper.NUM_WARPS,
         max_registers=chunked_delta_solve_hopper.MAX_REGISTERS,
-        instructions=("wgmma.mma_async", "cp.async.bulk.tensor", "ld.shared.v4"),
+        multiples_of_16=("x_stride", "conv_stride"),
+        instructions=(
+            "wgmma.mma_async",
+            "cp.async.bulk.tensor",
+            "ld.shared.v4",
+            "ld.global.v4.b32",
+            "st.shared.v4.b32",
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from agentspec.kernels.triton import chunked_delta_solve_hopper
 from agentspec.types import BLOCK_TOKENS
@@ -35,11 +36,24 @@ class SolveProgram(WarpGroups):
             warp_barrier=self._pass_barrier,
             _halves=_halves,
             _power=lambda x: tl.exp2(x),
+            _layout_of=lambda x: "registers",
+            in_float32=lambda x: x,
+            _store_values=self._recorded(self.names["_store_values"]),
         )
         self.names["release_next"] = self._begin
         self._program = self._begin(PDL=False)
         self.operands, self.solve_blocks = self.names["operands"], _Launches(self, self.names["solve_blocks"])
         self.NUM_WARPS, self.MAX_REGISTERS = module.NUM_WARPS, module.MAX_REGISTERS
+        self.values: dict[tuple[int, int], Tensor] = {}
+        """v that programs have computed, by block and head."""
+
+    def _recorded(self, store: Callable[..., None]) -> Callable[..., None]:
+        def store_values(v: Any, count: Any, buffer: _Buffer) -> None:
+            store(v, count, buffer)
+            place = int(_number(tl.program_id(1))), int(_number(tl.program_id(0)))
+            self.values[place] = torch.from_numpy(buffer.values().copy())
+
+        return store_values
 
     def _begin(self, PDL: bool) -> _Group:
         """Begin a program."""
