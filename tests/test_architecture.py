@@ -172,7 +172,7 @@ ENGINE_FLAGS = {
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 34_760
+MAX_PACKAGE_LINES = 34_830
 """Logical lines of code. Docstrings, comments and blank lines don't count."""
 
 
