@@ -447,7 +447,7 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     REPEATS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program has one value head in one block. It computes w, reads and u."""
+    """A program has one value head in one block: it computes w, reads and u. x and tables as of convolve_blocks."""
     release_next(PDL)
     layout: gl.constexpr = _product_layout(_T)
     m, head = gl.program_id(1), gl.program_id(0)
